@@ -1,0 +1,299 @@
+"""The typed config: every key, its unit, its bounds.
+
+Invariants:
+- Imports no torch, ray, vllm or deepspeed, so that ``--help`` and config errors are instant.
+- A config object that exists has passed every bound and every cross-field check.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    """A block of keys: unknown ones are refused, and values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    name: str = "run"
+    """Name of the run; its folder is ``<dir>/<name>/``."""
+    dir: str = "runs"
+    """Folder that holds the runs."""
+    seed: NonNegativeInt = 0
+    """Seeds the data order and every random draw."""
+    steps: PositiveInt = 100
+    """Policy updates. The only setting for the length of a run."""
+    deterministic: bool = False
+    """Bit-for-bit reproducible at pipeline_depth 0 with the torch engine; slower."""
+    stall_after_s: PositiveFloat = 120.0
+    """Seconds without progress before a stall report is logged."""
+    max_unusable_groups: PositiveInt = 128
+    """Groups in a row that fail or are filtered before the run ends with an error."""
+
+
+class WarmStartSection(Section):
+    steps: NonNegativeInt = 400
+    """Supervised updates on question and answer pairs of ``data.train``."""
+    batch_size: PositiveInt = 64
+    """Examples an update."""
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate (AdamW, linear decay)."""
+
+
+class CreateSection(Section):
+    """A small Llama with a character tokenizer, made on first use and kept beside the runs."""
+
+    hidden_size: PositiveInt = 192
+    intermediate_size: PositiveInt = 512
+    layers: PositiveInt = 6
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 4
+    max_positions: PositiveInt = 256
+    """Longest sequence in tokens."""
+    seed: NonNegativeInt = 0
+    """Seed of the initial weights and the warm start; apart from ``run.seed``."""
+    warm_start: WarmStartSection = WarmStartSection()
+
+
+class ModelSection(Section):
+    path: str | None = None
+    """Hugging Face folder or hub name. Null with ``create``."""
+    create: CreateSection | None = None
+    """Make a small model instead of loading one."""
+    dtype: Dtype = "float32"
+    """Compute dtype of learner and generators; the learner's optimizer keeps float32 masters."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+
+class SourceSection(Section):
+    """Where rows come from: exactly one of ``path``, ``hub``, ``reasoning_gym``, ``python``."""
+
+    path: str | None = None
+    """A .jsonl or .parquet file."""
+    hub: str | None = None
+    """A Hugging Face data set, by name."""
+    hub_config: str | None = None
+    """The data set's configuration name."""
+    split: str = "train"
+    """The hub data set's split."""
+    reasoning_gym: str | None = None
+    """A reasoning-gym family, e.g. ``chain_sum``."""
+    python: str | None = None
+    """``package.module:function`` or ``file.py:function`` that returns an iterable of dicts."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the family or the function."""
+    size: PositiveInt | None = None
+    """Rows to draw from a reasoning-gym family (default 1000), or at most to read from others."""
+    seed: NonNegativeInt = 0
+    """Seed of a reasoning-gym family."""
+    holdout: PositiveInt | None = None
+    """For ``data.eval`` alone: hold out this many distinct prompts of ``data.train``, by text."""
+
+
+class DataSection(Section):
+    train: SourceSection
+    """Rows to train on. A plain string is taken as a path."""
+    eval: SourceSection | None = None
+    """Held-out rows. Prompts that occur here, by text, are removed from training."""
+    prompt_key: str | None = None
+    """Column of the prompt; null: the first of prompt, question, input, problem that exists."""
+    template: Literal["auto", "chat", "plain"] = "auto"
+    """``chat`` applies the tokenizer's chat template, ``plain`` the text; auto: chat if there is one."""
+    prompt_format: str = "{prompt}"
+    """Python format of a plain or user text, with the row's columns by name."""
+    system: str | None = None
+    """System message in front of a chat."""
+    shuffle: bool = True
+    """Another order each epoch, from ``run.seed``."""
+    max_prompt_tokens: PositiveInt = 256
+    """Longest prompt in tokens."""
+    over_long: Literal["drop", "truncate_left", "error"] = "drop"
+    """What to do with a prompt over ``max_prompt_tokens``; the count is reported at the start."""
+
+
+class RolloutSection(Section):
+    group_size: PositiveInt = 8
+    """Trajectories a task."""
+    groups_per_step: PositiveInt = 8
+    """B: groups an update."""
+    max_new_tokens: PositiveInt = 64
+    """Longest answer in tokens."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the learner's log-probs use the same."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: NonNegativeInt = 0
+    """0: off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer; they are part of it."""
+    deadline_s: PositiveFloat = 300.0
+    """Seconds that one group may take, from its request to its last reward."""
+    min_group: PositiveInt = 2
+    """Fewest surviving samples that a group may train with when ``reward.on_error`` is drop."""
+    max_attempts: PositiveInt = 3
+    """Tries of one group when its replica dies or its deadline passes."""
+
+
+class RewardFunctionSection(Section):
+    path: str
+    """``package.module:function``, ``file.py:function``, or the name of a built-in reward."""
+    weight: float = 1.0
+    """Factor in the sum."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments passed on each call."""
+    name: str | None = None
+    """Name in the metrics; null: the function's."""
+
+
+class RewardSection(Section):
+    functions: tuple[RewardFunctionSection, ...] = Field(min_length=1)
+    """Reward functions; their weighted sum is the reward. A plain string is taken as a path."""
+    timeout_s: PositiveFloat = 10.0
+    """Seconds that one call may take before its process is killed and replaced."""
+    on_error: Literal["fail", "drop"] = "fail"
+    """``fail``: the whole group fails, counted. ``drop``: that sample alone. Never 0.0."""
+    workers: PositiveInt = 1
+    """Worker processes beside each generator."""
+
+
+class AlgorithmSection(Section):
+    preset: Literal["grpo"] = "grpo"
+    advantage: Literal["grpo"] = "grpo"
+    loss: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.2
+    clip_dual: Annotated[float, Field(gt=1.0)] | None = 3.0
+    """Bound on the loss of a negative advantage; null: off."""
+    old_logprobs: Literal["recompute", "behaviour"] = "recompute"
+    """``recompute``: the ratio is pi/p, p the learner's own at the step's start. ``behaviour``: pi/b."""
+    correction: Literal["none", "tis"] = "tis"
+    """How p/b is corrected for: truncated importance sampling, or not at all."""
+    tis_cap: PositiveFloat = 2.0
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    """Always normalised over the whole step."""
+    filter_zero_variance: Literal["none", "refill"] = "none"
+    """``refill``: a group of equal rewards is filtered, and another takes its place."""
+    allow_uncorrected: bool = False
+    """Permit an uncorrected loss with max_staleness >= 2."""
+
+
+class EvalSection(Section):
+    every: NonNegativeInt = 10
+    """Steps between evaluations; 0: only before and after."""
+    samples: PositiveInt = 1
+    """Answers a prompt."""
+    temperature: NonNegativeFloat = 0.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: NonNegativeInt = 0
+    max_new_tokens: PositiveInt | None = None
+    """Null: as ``rollout.max_new_tokens``."""
+    max_prompts: PositiveInt | None = None
+    """Use only the first so many held-out prompts."""
+    timeout_s: PositiveFloat = 1800.0
+    """Seconds that one evaluation may take."""
+
+
+class ScheduleSection(Section):
+    pipeline_depth: NonNegativeInt = 1
+    """D: at most (D+1) * groups_per_step groups are outstanding. 0 is synchronous."""
+    max_staleness: NonNegativeInt = 2
+    """S: no token with a larger lag, in policy versions, ever reaches the loss."""
+    at_bound: Literal["wait", "drop"] = "wait"
+    """When a group must be trained now and is not ready: wait for it, or cancel and replace it."""
+    publish_every: PositiveInt = 1
+    """k: push each k-th version."""
+    in_flight_updates: bool = True
+    """Swap weights between two tokens; false: a generator finishes what it has first."""
+    kv_after_swap: Literal["keep", "recompute"] = "keep"
+    """Whether running sequences keep the keys and values of the old weights."""
+
+
+class GeneratorsSection(Section):
+    backend: Literal["torch"] = "torch"
+    replicas: PositiveInt = 1
+    """Engines, each with the whole model."""
+    slots: PositiveInt = 64
+    """Sequences that one engine samples at the same time."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    threads: PositiveInt = 1
+    """Torch threads of one engine on CPU."""
+    cpu_cores: tuple[NonNegativeInt, ...] | None = None
+    """Cores to pin the engines to, dealt out in turn; null: unpinned."""
+    start_timeout_s: PositiveFloat = 300.0
+
+
+class LearnerSection(Section):
+    backend: Literal["deepspeed"] = "deepspeed"
+    ranks: PositiveInt = 1
+    """Processes, a device each."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: PositiveInt = 1
+    """Torch threads of one rank on CPU."""
+    cpu_cores: tuple[NonNegativeInt, ...] | None = None
+    """Cores to pin the ranks to, dealt out in turn; null: unpinned."""
+    micro_batch_tokens: PositiveInt = 4096
+    """Tokens in one forward pass, padding included."""
+    lr: PositiveFloat = 1e-5
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    """Updates over which the learning rate rises linearly from lr / warmup_steps."""
+    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this L2 norm."""
+    gradient_checkpointing: bool = False
+    max_bad_steps: NonNegativeInt = 3
+    """Non-finite updates in a row that are skipped before the run stops."""
+    start_timeout_s: PositiveFloat = 300.0
+    step_timeout_s: PositiveFloat = 1800.0
+
+
+class WeightSyncSection(Section):
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """auto: nccl between GPUs, gloo otherwise."""
+    bucket_mb: PositiveFloat = 256.0
+    """Megabytes (2**20 bytes) that travel in one broadcast."""
+    timeout_s: PositiveFloat = 300.0
+    """Seconds that one push may take before its group is rebuilt without the silent receiver."""
+
+
+class PlacementSection(Section):
+    mode: Literal["split"] = "split"
+    """Generators and learner on devices of their own."""
+    address: str | None = None
+    """Ray cluster to join; null: start one on this machine."""
+
+
+class LogSection(Section):
+    trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
+    rollouts_every: NonNegativeInt = 10
+    """Steps between samples of trajectories in ``rollouts/``; 0: never."""
+    display: Literal["auto", "rich", "lines", "none"] = "auto"
+    """auto: a live display on a terminal, lines elsewhere."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    data: DataSection
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection
+    algorithm: AlgorithmSection = AlgorithmSection()
+    eval: EvalSection = EvalSection()
+    schedule: ScheduleSection = ScheduleSection()
+    generators: GeneratorsSection = GeneratorsSection()
+    learner: LearnerSection = LearnerSection()
+    weight_sync: WeightSyncSection = WeightSyncSection()
+    placement: PlacementSection = PlacementSection()
+    log: LogSection = LogSection()

@@ -1,0 +1,143 @@
+"""Every exception that asyncrl raises on purpose.
+
+::
+
+    AsyncRLError
+    ├── UsageError                  exit 2: the user can fix it before anything runs
+    │   ├── ConfigError             a key, a value, or two values that contradict
+    │   ├── DataError               a data set that cannot be read or is empty
+    │   └── PlacementError          the machine or cluster lacks what was asked for
+    ├── InvariantError              a bug in asyncrl, never the user's fault
+    │   ├── BudgetError             an admission or retirement that the rule forbids
+    │   ├── StalenessError          a token older than max_staleness reached the learner
+    │   ├── QueueOverflowError      a put beyond the bound of the experience queue
+    │   └── LedgerError             an ordinal lost, repeated, or moved backwards
+    ├── CodecError                  damaged, truncated or foreign bytes
+    ├── RolloutError                data failure: recorded against the prompt, run goes on
+    │   └── RewardError
+    │       ├── RewardRaisedError   the user's function raised
+    │       ├── RewardTimeoutError  it did not answer in reward.timeout_s
+    │       ├── RewardValueError    NaN, a string, the wrong number of values
+    │       └── RewardWorkerError   its process died
+    ├── InfrastructureError         retried elsewhere, then the run fails
+    │   ├── GeneratorError          a replica died or broke
+    │   ├── LearnerError            a rank died or broke
+    │   └── WeightSyncError         a push failed
+    │       ├── PushTimeoutError    a receiver did not answer in weight_sync.timeout_s
+    │       └── ChecksumError       sender's and receiver's bytes differ
+    ├── DeadlineError               a wait passed its deadline; says who was waited for
+    └── TrainingError               the run cannot go on
+        ├── BadStepsError           learner.max_bad_steps non-finite updates in a row
+        └── NothingTrainableError   too many groups in a row failed or were filtered
+
+Messages state what was found, what was expected (with both numbers), and what to change.
+All survive pickling, because Ray carries them between processes.
+"""
+
+
+class AsyncRLError(Exception):
+    """Root of the tree; catch this to catch everything that asyncrl raises on purpose."""
+
+
+class UsageError(AsyncRLError):
+    """The user can fix it before anything runs. The command exits with 2."""
+
+
+class ConfigError(UsageError):
+    """A key, a value, or two values that contradict each other."""
+
+
+class DataError(UsageError):
+    """A data set that cannot be read, is empty, or lacks a column."""
+
+
+class PlacementError(UsageError):
+    """The machine or cluster lacks what was asked for."""
+
+
+class InvariantError(AsyncRLError):
+    """A promise of asyncrl was broken: a bug, never the user's fault."""
+
+
+class BudgetError(InvariantError):
+    """An admission or a retirement that the admission rule forbids."""
+
+
+class StalenessError(InvariantError):
+    """A token older than ``schedule.max_staleness`` reached the learner's input."""
+
+
+class QueueOverflowError(InvariantError):
+    """A put beyond the bound of the experience queue."""
+
+
+class LedgerError(InvariantError):
+    """An ordinal was lost, repeated, or moved against the order of its states."""
+
+
+class CodecError(AsyncRLError):
+    """Bytes that are damaged, truncated, or of another format or version."""
+
+
+class RolloutError(AsyncRLError):
+    """A failure of one prompt or sample: counted against it, and the run goes on."""
+
+
+class RewardError(RolloutError):
+    """A reward could not be had. Never turned into 0.0."""
+
+
+class RewardRaisedError(RewardError):
+    """The user's reward function raised."""
+
+
+class RewardTimeoutError(RewardError):
+    """The user's reward function did not answer within ``reward.timeout_s``."""
+
+
+class RewardValueError(RewardError):
+    """The user's reward function returned something that is not one finite number a sample."""
+
+
+class RewardWorkerError(RewardError):
+    """The process that ran the user's reward function died."""
+
+
+class InfrastructureError(AsyncRLError):
+    """A part of the system failed; the work is retried elsewhere, or the run ends."""
+
+
+class GeneratorError(InfrastructureError):
+    """A generator replica died or broke."""
+
+
+class LearnerError(InfrastructureError):
+    """A learner rank died or broke."""
+
+
+class WeightSyncError(InfrastructureError):
+    """A weight push failed."""
+
+
+class PushTimeoutError(WeightSyncError):
+    """A receiver did not answer within ``weight_sync.timeout_s``."""
+
+
+class ChecksumError(WeightSyncError):
+    """A receiver's weights differ from the sender's."""
+
+
+class DeadlineError(AsyncRLError):
+    """A wait passed its deadline; the message names the uid, actor and phase."""
+
+
+class TrainingError(AsyncRLError):
+    """The run cannot go on."""
+
+
+class BadStepsError(TrainingError):
+    """``learner.max_bad_steps`` updates in a row were not finite."""
+
+
+class NothingTrainableError(TrainingError):
+    """Too many groups in a row failed or were filtered; nothing is left to train on."""

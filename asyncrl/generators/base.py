@@ -1,0 +1,89 @@
+"""The Generator Protocol: what an engine does, whether embedded, vLLM or scripted.
+
+An engine is a plain object inside one process; ``generators/actor.py`` makes it a Ray actor.
+
+Invariants:
+- ``Completion.versions[t]`` is the version whose weights sampled token t, and ``logprobs[t]`` its
+  log-prob under the distribution that was really sampled from.
+- ``live_version`` never goes down, and changes only inside ``swap``.
+- Equal ``DrawKey`` and equal logits give an equal token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from asyncrl.types import Completion, GenerationRequest
+from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
+
+KVAfterSwap = Literal["keep", "recompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorStatistics:
+    """A snapshot; counters are since the start of the engine."""
+
+    live_version: int
+    running: int
+    """Sequences in a slot now."""
+    waiting: int
+    """Requests that wait for a slot."""
+    outstanding_tokens: int
+    """Upper bound of tokens still to be sampled for running and waiting requests."""
+    tokens: int
+    """Response tokens sampled so far."""
+    prefill_tokens: int
+    busy_s: float
+    """Seconds with at least one sequence in a slot and generation not paused."""
+    slot_s: float
+    """Integral over time of occupied slots: slot_s / (slots * busy_s) is the mean occupancy."""
+    paused_s: float
+    """Seconds that generation stood still for weight swaps."""
+    swaps: int
+
+
+class Generator(Protocol):
+    """Samples continuations, and swaps weights between two tokens."""
+
+    @property
+    def live_version(self) -> int:
+        """Version that the next token is sampled with."""
+        ...
+
+    async def start(self) -> None:
+        """Load the model (version 0) and warm up."""
+        ...
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sample one continuation; cancelling the awaiting task aborts the sequence."""
+        ...
+
+    async def abort(self, uid: str) -> None:
+        """End a request now; its ``generate`` returns what it has, ``finish_reason`` abort."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop between two tokens; running sequences keep their state."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def join(self, spec: PushGroupSpec) -> None:
+        """Join the process group that weights arrive on, leaving an earlier one."""
+        ...
+
+    async def receive(self, version: int) -> None:
+        """Fill the staging area with ``version``'s weights while generation goes on."""
+        ...
+
+    async def swap(self, version: int, *, in_flight: bool, kv: KVAfterSwap) -> WeightEcho:
+        """Make the staged weights live between two tokens.
+
+        With ``in_flight`` False the engine first finishes every sequence that it has.
+        """
+        ...
+
+    def statistics(self) -> GeneratorStatistics: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,131 @@
+"""The two Protocols of the learning side: one rank, and the group of ranks that the controller sees.
+
+``LearnerRank`` is a plain object in one process, SPMD over the ranks: every rank gets the same calls
+in the same order. ``Learner`` is what the controller awaits: ``learners/group.py`` implements it over
+Ray actors, ``learners/scripted.py`` over a script.
+
+Invariants:
+- No token with lag > max_staleness gets past ``LearnerRank.step``: it raises StalenessError.
+- The gradient of a step does not depend on how its samples were split over ranks and micro-batches.
+- An update whose loss or gradient is not finite changes neither parameters nor optimizer state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from asyncrl.types import Batch, Metrics, Trajectory
+from asyncrl.weight_sync.base import Manifest, PushGroupSpec, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """One trajectory of an update with the advantage of its answer."""
+
+    ordinal: int
+    trajectory: Trajectory
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """One rank's share of an update. Every rank has the same number of micro-batches.
+
+    ``micro_batches`` index into ``samples``; an empty one is a dummy with zero weight.
+    """
+
+    version: int
+    samples: tuple[TrainSample, ...]
+    micro_batches: tuple[tuple[int, ...], ...]
+    loss_tokens: int
+    """Tokens with loss_mask 1 in the whole step, over all ranks."""
+    sequences: int
+    """Trajectories in the whole step, over all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an update did. ``skipped``: not finite, nothing moved; ``metrics`` say why."""
+
+    skipped: bool
+    metrics: Metrics
+    train_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerInfo:
+    """Facts that are known once the learner stands."""
+
+    manifest: Manifest
+    parameters: int
+    store: tuple[str, int] | None = None
+    """Host and port of the TCPStore, on rank 0, where push groups meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """The sending half of one push."""
+
+    version: int
+    checksum: str
+    nbytes: int
+    send_s: float
+    extra: Metrics = field(default_factory=dict)
+
+
+class LearnerRank(Protocol):
+    """One rank of the learner, in one process."""
+
+    def start(self) -> LearnerInfo: ...
+
+    def step(self, share: RankStep) -> StepResult:
+        """One optimizer update; collective. Metrics are reduced over ranks.
+
+        Raises StalenessError if any trained token is older than max_staleness.
+        """
+        ...
+
+    def gather_bucket(self, bucket: Sequence[TensorSpec]) -> torch.Tensor | None:
+        """The bucket's tensors, cast to their travelling dtype, as one flat tensor on rank 0.
+
+        Collective for ZeRO-3 (one bucket gathered at a time); None on other ranks.
+        """
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full fp32 (or bf16) parameters by Hugging Face name; collective for ZeRO-3."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder (safetensors, config, tokenizer); rank 0 writes."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Learner(Protocol):
+    """All ranks together, as the controller sees them."""
+
+    async def start(self) -> LearnerInfo: ...
+
+    async def step(self, batch: Batch) -> StepResult: ...
+
+    async def open_push_group(self, spec: PushGroupSpec) -> None:
+        """Rank 0 joins the group as rank 0; the receivers join at the same time."""
+        ...
+
+    async def push(self, version: int) -> PushReport: ...
+
+    async def checksum(self) -> str:
+        """Checksum of the full parameters, equal for equal bits whatever the number of ranks."""
+        ...
+
+    async def export(self, folder: Path) -> None: ...
+
+    async def close(self) -> None: ...

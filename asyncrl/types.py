@@ -1,0 +1,229 @@
+"""The values that travel between the parts: Task, Completion, Trajectory, Group and their metas.
+
+Invariants:
+- ``token_ids``, ``loss_mask``, ``logprobs`` and ``versions`` of a trajectory have one length, (T,).
+- Every token carries the policy version that sampled it, stamped by the engine at that moment.
+- A ``GroupMeta`` holds only scalars: it is what passes through the controller's loop, while the
+  group itself travels as msgpack bytes behind an object reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+FinishReason = Literal["stop", "length", "abort"]
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One row of the data set, ready to be sampled from."""
+
+    ordinal: int
+    """Place in the stream of the run, epochs included; never reused."""
+    uid: str
+    """The row's name, stable over epochs and runs, e.g. ``train-17``."""
+    prompt: str
+    """The rendered prompt: what ``prompt_ids`` decodes to."""
+    prompt_ids: tuple[int, ...]
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """All columns of the row, for the reward functions (plain msgpack-able values)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1.0 are off."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrawKey:
+    """Names the random draws of one trajectory: draw t is a pure function of this key and t."""
+
+    seed: int
+    ordinal: int
+    sample: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One continuation to sample. ``uid`` is unique among the engine's running requests."""
+
+    uid: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    key: DrawKey
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine sampled: arrays of one length (T,); EOS, where sampled, is included."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    """Log-probs under the distribution that was really sampled from (after temperature)."""
+    versions: Int32Array
+    """Policy version that sampled each token."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One sampled answer, of one or many turns. All arrays but ``prompt_ids`` are (T,)."""
+
+    sample: int
+    attempt: int
+    prompt_ids: Int32Array  # (P,)
+    token_ids: Int32Array  # (T,)
+    loss_mask: BoolArray  # (T,) False for tool and environment tokens
+    logprobs: Float32Array  # (T,) behaviour log-probs
+    versions: Int32Array  # (T,)
+    reward: float
+    finish_reason: FinishReason
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Each reward function's own value, by name."""
+
+    def meta(self) -> TrajectoryMeta:
+        """The scalars of this trajectory."""
+        trained = self.versions[self.loss_mask]
+        return TrajectoryMeta(
+            sample=self.sample,
+            prompt_tokens=len(self.prompt_ids),
+            response_tokens=len(self.token_ids),
+            loss_tokens=len(trained),
+            reward=self.reward,
+            oldest_version=int(trained.min()) if len(trained) else None,
+            newest_version=int(trained.max()) if len(trained) else None,
+            finish_reason=self.finish_reason,
+            rewards=dict(self.rewards),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryMeta:
+    """Scalars of one trajectory. The version range covers tokens with loss_mask 1 only."""
+
+    sample: int
+    prompt_tokens: int
+    response_tokens: int
+    loss_tokens: int
+    reward: float
+    oldest_version: int | None
+    newest_version: int | None
+    finish_reason: FinishReason
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFailure:
+    """One sample of a group that produced no trajectory, and why."""
+
+    sample: int
+    attempt: int
+    kind: str
+    """The exception's class name, e.g. ``RewardTimeoutError``."""
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The trajectories of one task; ``group_size`` of them less those that failed."""
+
+    ordinal: int
+    uid: str
+    start_version: int
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMeta:
+    """Scalars of a group: what the controller sees."""
+
+    ordinal: int
+    uid: str
+    start_version: int
+    trajectories: tuple[TrajectoryMeta, ...]
+    checksum: int
+    """CRC-32 of the encoded payload."""
+    nbytes: int
+    """Size of the encoded payload."""
+    failures: tuple[SampleFailure, ...] = ()
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Version of the oldest trained token; None where no token is trained."""
+        versions = [t.oldest_version for t in self.trajectories if t.oldest_version is not None]
+        return min(versions, default=None)
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(t.loss_tokens for t in self.trajectories)
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(t.reward for t in self.trajectories)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyGroup:
+    """A finished group in the queue. ``payload`` is a Ray object reference, or bytes in tests."""
+
+    meta: GroupMeta
+    payload: Any
+    expiry: int
+    """Start version + max_staleness: the last step that may still train it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchItem:
+    """A group on its way into one update, with one advantage a trajectory."""
+
+    meta: GroupMeta
+    payload: Any
+    advantages: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Everything that one update trains on, sorted by ordinal."""
+
+    version: int
+    """v: the policy version before the update; every lag is measured from it."""
+    items: tuple[BatchItem, ...]
+
+
+def token_lag(version: int, token_version: int) -> int:
+    """Lag of a token trained in the step ``version`` -> ``version + 1``.
+
+    The one definition that admission, consumption, the learner's check and the metrics share.
+    """
+    return version - token_version
+
+
+def group_lag(version: int, meta: GroupMeta) -> int | None:
+    """Lag of a group: that of its oldest trained token; None where no token is trained."""
+    oldest = meta.oldest_version
+    return None if oldest is None else token_lag(version, oldest)
+
+
+def sort_key(meta: GroupMeta) -> int:
+    """Batches are computed on in this order, whatever order the groups arrived in."""
+    return meta.ordinal
+
+
+Metrics = dict[str, float]
+Messages = Sequence[Mapping[str, str]]

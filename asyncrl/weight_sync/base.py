@@ -1,0 +1,85 @@
+"""What both halves of a weight push agree on: the manifest, its buckets, and the echo.
+
+Invariants:
+- Sender and receivers derive the same buckets from the same manifest, by ``plan_buckets`` alone.
+- A version counts as live only when every receiver has echoed it with the sender's checksum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, shape and dtype (as ``float32``, ``bfloat16``) of one tensor as it travels."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+Manifest = tuple[TensorSpec, ...]
+
+
+def plan_buckets(manifest: Manifest, bucket_bytes: int) -> list[list[TensorSpec]]:
+    """Cut the manifest, in order, into buckets of one dtype and at most ``bucket_bytes``.
+
+    A tensor larger than ``bucket_bytes`` gets a bucket of its own.
+    """
+    buckets: list[list[TensorSpec]] = []
+    size = 0
+    for spec in manifest:
+        if buckets and size + spec.nbytes <= bucket_bytes and buckets[-1][0].dtype == spec.dtype:
+            buckets[-1].append(spec)
+            size += spec.nbytes
+        else:
+            buckets.append([spec])
+            size = spec.nbytes
+    return buckets
+
+
+@dataclass(frozen=True, slots=True)
+class PushGroupSpec:
+    """How to join the process group of one learner rank (rank 0) and all receivers."""
+
+    host: str
+    port: int
+    prefix: str
+    """A new one at each rebuild, so that a late member of an old group cannot interfere."""
+    rank: int
+    world_size: int
+    backend: Literal["gloo", "nccl"]
+    bucket_bytes: int
+    timeout_s: float
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class WeightEcho:
+    """A receiver's answer after a swap."""
+
+    version: int
+    checksum: str
+    pause_s: float
+    """Seconds that generation stood still."""
+    receive_s: float = 0.0
+    """Seconds that filling the staging area took, generation going on."""
+
+
+def mismatches(expected: str, echoes: Sequence[WeightEcho]) -> list[int]:
+    """Indices of receivers whose checksum differs from the sender's."""
+    return [i for i, echo in enumerate(echoes) if echo.checksum != expected]
