@@ -13,6 +13,7 @@
     │   ├── QueueOverflowError      a put beyond the bound of the experience queue
     │   └── LedgerError             an ordinal lost, repeated, or moved backwards
     ├── CodecError                  damaged, truncated or foreign bytes
+    │   └── TornRecordError         the last record of a file was cut off while it was written
     ├── RolloutError                data failure: recorded against the prompt, run goes on
     │   └── RewardError
     │       ├── RewardRaisedError   the user's function raised
@@ -26,13 +27,17 @@
     │       ├── PushTimeoutError    a receiver did not answer in weight_sync.timeout_s
     │       └── ChecksumError       sender's and receiver's bytes differ
     ├── DeadlineError               a wait passed its deadline; says who was waited for
+    ├── DeadlockError               under the virtual clock: tasks wait, and nothing can wake them
     └── TrainingError               the run cannot go on
         ├── BadStepsError           learner.max_bad_steps non-finite updates in a row
-        └── NothingTrainableError   too many groups in a row failed or were filtered
+        ├── NothingTrainableError   too many groups in a row failed or were filtered
+        └── NoGeneratorError        every replica is dead
 
 Messages state what was found, what was expected (with both numbers), and what to change.
 All survive pickling, because Ray carries them between processes.
 """
+
+from __future__ import annotations
 
 
 class AsyncRLError(Exception):
@@ -77,6 +82,18 @@ class LedgerError(InvariantError):
 
 class CodecError(AsyncRLError):
     """Bytes that are damaged, truncated, or of another format or version."""
+
+
+class TornRecordError(CodecError):
+    """The last record of a file was cut off while it was written; what lies before it is whole."""
+
+    def __init__(self, message: str, offset: int) -> None:
+        super().__init__(message)
+        self.offset = offset
+        """Where the torn record starts, in bytes: cut the file here to go on writing."""
+
+    def __reduce__(self) -> tuple[type[TornRecordError], tuple[str, int]]:
+        return type(self), (str(self), self.offset)
 
 
 class RolloutError(AsyncRLError):
@@ -131,6 +148,10 @@ class DeadlineError(AsyncRLError):
     """A wait passed its deadline; the message names the uid, actor and phase."""
 
 
+class DeadlockError(AsyncRLError):
+    """Under the virtual clock: tasks are pending, nothing is ready, and no timer is set."""
+
+
 class TrainingError(AsyncRLError):
     """The run cannot go on."""
 
@@ -141,3 +162,7 @@ class BadStepsError(TrainingError):
 
 class NothingTrainableError(TrainingError):
     """Too many groups in a row failed or were filtered; nothing is left to train on."""
+
+
+class NoGeneratorError(TrainingError):
+    """Every generator replica is dead."""
