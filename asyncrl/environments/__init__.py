@@ -1,0 +1,1 @@
+"""The seam to users' environments: a rollout is ``async rollout(task, client) -> RolloutResult``."""

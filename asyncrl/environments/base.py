@@ -1,0 +1,69 @@
+"""What a rollout is: tokens in, tokens out, against a model behind a narrow client.
+
+Invariants:
+- History is never decoded and tokenised again: a later turn's prompt is the earlier tokens, as
+  sampled, followed by the environment's own tokens, which have ``loss_mask`` False.
+- A rollout knows nothing of engines, replicas or rewards. A reward is the caller's to add: there is
+  no placeholder for it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from asyncrl.types import BoolArray, Completion, FinishReason, Float32Array, Int32Array, SamplingParams, Task
+
+
+class ModelClient(Protocol):
+    """The policy, as one rollout sees it."""
+
+    async def complete(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None
+    ) -> Completion:
+        """Sample one continuation of ``prompt_ids``; null ``sampling``: as the run is configured."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult:
+    """A trajectory before its reward: all arrays but ``prompt_ids`` have one length, (T,).
+
+    ``rollout.py`` scores it and makes it a ``Trajectory``. Raises ValueError if the lengths differ.
+    """
+
+    prompt_ids: Int32Array  # (P,)
+    token_ids: Int32Array  # (T,)
+    loss_mask: BoolArray  # (T,) False for tool and environment tokens
+    logprobs: Float32Array  # (T,) behaviour log-probs; 0 where loss_mask is False
+    versions: Int32Array  # (T,)
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        lengths = {
+            name: len(getattr(self, name)) for name in ("token_ids", "loss_mask", "logprobs", "versions")
+        }
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"found arrays of different lengths, {lengths}; expected one length")
+
+
+class Rollout(Protocol):
+    """One answer to one task, over as many turns as it takes."""
+
+    async def __call__(self, task: Task, client: ModelClient) -> RolloutResult: ...
+
+
+async def single_turn(task: Task, client: ModelClient) -> RolloutResult:
+    """The default rollout: one continuation of the prompt, every token of it trained."""
+    completion = await client.complete(task.prompt_ids)
+    return RolloutResult(
+        prompt_ids=np.asarray(task.prompt_ids, np.int32),
+        token_ids=completion.token_ids,
+        loss_mask=np.ones(len(completion.token_ids), np.bool_),
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        finish_reason=completion.finish_reason,
+    )
