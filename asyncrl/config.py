@@ -3,27 +3,56 @@
 Invariants:
 - Imports no torch, ray, vllm or deepspeed, so that ``--help`` and config errors are instant.
 - A config object that exists has passed every bound and every cross-field check.
+- Relative paths are meant from the folder that the command was started in.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+from asyncrl.config_checks import contradictions, creation_problems, model_problems, source_problems
+
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Dtype = Literal["float32", "bfloat16"]
 
 
 class Section(BaseModel):
     """A block of keys: unknown ones are refused, and values never change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # so that run.name=2024 is a name
+    )
+
+
+def _refuse(problems: list[str]) -> None:
+    """Raise what pydantic collects; one problem a line, which the rendering takes apart again."""
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _from_path(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
 
 
 class RunSection(Section):
-    name: str = "run"
-    """Name of the run; its folder is ``<dir>/<name>/``."""
+    name: Annotated[str, Field(pattern=r"^\w[\w.+=-]*$")] = "run"
+    """Name of the run, of letters, digits and ``_.+=-``; its folder is ``<dir>/<name>/``."""
     dir: str = "runs"
     """Folder that holds the runs."""
     seed: NonNegativeInt = 0
@@ -37,6 +66,11 @@ class RunSection(Section):
     max_unusable_groups: PositiveInt = 128
     """Groups in a row that fail or are filtered before the run ends with an error."""
 
+    @property
+    def folder(self) -> Path:
+        """Where everything that the run writes goes."""
+        return Path(self.dir) / self.name
+
 
 class WarmStartSection(Section):
     steps: NonNegativeInt = 400
@@ -45,21 +79,34 @@ class WarmStartSection(Section):
     """Examples an update."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate (AdamW, linear decay)."""
+    target: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Stop early once this share of held-back targets is expected to be right; null: never."""
 
 
 class CreateSection(Section):
     """A small Llama with a character tokenizer, made on first use and kept beside the runs."""
 
     hidden_size: PositiveInt = 192
+    """Width of the residual stream; a multiple of ``heads``, and even for each head."""
     intermediate_size: PositiveInt = 512
+    """Width inside each MLP."""
     layers: PositiveInt = 6
+    """Transformer blocks."""
     heads: PositiveInt = 4
+    """Attention heads."""
     kv_heads: PositiveInt = 4
+    """Key and value heads; ``heads`` is a multiple of them."""
     max_positions: PositiveInt = 256
     """Longest sequence in tokens."""
     seed: NonNegativeInt = 0
     """Seed of the initial weights and the warm start; apart from ``run.seed``."""
     warm_start: WarmStartSection = WarmStartSection()
+    """The short supervised training that makes the model right sometimes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse(creation_problems(self))
+        return self
 
 
 class ModelSection(Section):
@@ -72,9 +119,14 @@ class ModelSection(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse(model_problems(self))
+        return self
+
 
 class SourceSection(Section):
-    """Where rows come from: exactly one of ``path``, ``hub``, ``reasoning_gym``, ``python``."""
+    """Where rows come from: exactly one of ``path``, ``hub``, ``reasoning_gym``, ``python``, ``holdout``."""
 
     path: str | None = None
     """A .jsonl or .parquet file."""
@@ -93,9 +145,19 @@ class SourceSection(Section):
     size: PositiveInt | None = None
     """Rows to draw from a reasoning-gym family (default 1000), or at most to read from others."""
     seed: NonNegativeInt = 0
-    """Seed of a reasoning-gym family."""
+    """Seed of a reasoning-gym family, and of which prompts ``holdout`` takes; apart from ``run.seed``."""
     holdout: PositiveInt | None = None
     """For ``data.eval`` alone: hold out this many distinct prompts of ``data.train``, by text."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return _from_path(value)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse(source_problems(self))
+        return self
 
 
 class DataSection(Section):
@@ -129,9 +191,10 @@ class RolloutSection(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the learner's log-probs use the same."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Probability mass to sample from; 1.0 is off, and all that training takes."""
     top_k: NonNegativeInt = 0
-    """0: off."""
-    stop: tuple[str, ...] = ()
+    """Likeliest tokens to sample from; 0 is off, and all that training takes."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end an answer; they are part of it."""
     deadline_s: PositiveFloat = 300.0
     """Seconds that one group may take, from its request to its last reward."""
@@ -151,6 +214,11 @@ class RewardFunctionSection(Section):
     name: str | None = None
     """Name in the metrics; null: the function's."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return _from_path(value)
+
 
 class RewardSection(Section):
     functions: tuple[RewardFunctionSection, ...] = Field(min_length=1)
@@ -165,10 +233,15 @@ class RewardSection(Section):
 
 class AlgorithmSection(Section):
     preset: Literal["grpo"] = "grpo"
+    """Named set of defaults for this section."""
     advantage: Literal["grpo"] = "grpo"
+    """``grpo``: the reward less the group's mean, over its standard deviation."""
     loss: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: PositiveFloat = 0.2
+    """``ppo_clip``: the clipped surrogate of PPO."""
+    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
     clip_dual: Annotated[float, Field(gt=1.0)] | None = 3.0
     """Bound on the loss of a negative advantage; null: off."""
     old_logprobs: Literal["recompute", "behaviour"] = "recompute"
@@ -176,6 +249,7 @@ class AlgorithmSection(Section):
     correction: Literal["none", "tis"] = "tis"
     """How p/b is corrected for: truncated importance sampling, or not at all."""
     tis_cap: PositiveFloat = 2.0
+    """Largest weight p/b of a token under ``tis``."""
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
     """Always normalised over the whole step."""
     filter_zero_variance: Literal["none", "refill"] = "none"
@@ -190,8 +264,11 @@ class EvalSection(Section):
     samples: PositiveInt = 1
     """Answers a prompt."""
     temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Probability mass to sample from; 1.0: off."""
     top_k: NonNegativeInt = 0
+    """Likeliest tokens to sample from; 0: off."""
     max_new_tokens: PositiveInt | None = None
     """Null: as ``rollout.max_new_tokens``."""
     max_prompts: PositiveInt | None = None
@@ -217,44 +294,58 @@ class ScheduleSection(Section):
 
 class GeneratorsSection(Section):
     backend: Literal["torch"] = "torch"
+    """The engine; ``torch`` is the embedded one."""
     replicas: PositiveInt = 1
     """Engines, each with the whole model."""
     slots: PositiveInt = 64
     """Sequences that one engine samples at the same time."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto: cuda, then mps, then cpu."""
     threads: PositiveInt = 1
     """Torch threads of one engine on CPU."""
-    cpu_cores: tuple[NonNegativeInt, ...] | None = None
+    cpu_cores: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
     """Cores to pin the engines to, dealt out in turn; null: unpinned."""
     start_timeout_s: PositiveFloat = 300.0
+    """Seconds that an engine may take to load the model and warm up."""
 
 
 class LearnerSection(Section):
     backend: Literal["deepspeed"] = "deepspeed"
+    """What updates the parameters."""
     ranks: PositiveInt = 1
     """Processes, a device each."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
+    """What the ranks share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda, then cpu."""
     threads: PositiveInt = 1
     """Torch threads of one rank on CPU."""
-    cpu_cores: tuple[NonNegativeInt, ...] | None = None
+    cpu_cores: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
     """Cores to pin the ranks to, dealt out in turn; null: unpinned."""
     micro_batch_tokens: PositiveInt = 4096
     """Tokens in one forward pass, padding included."""
     lr: PositiveFloat = 1e-5
+    """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stay, or fall to 0 at ``run.steps``."""
     warmup_steps: NonNegativeInt = 0
     """Updates over which the learning rate rises linearly from lr / warmup_steps."""
     weight_decay: NonNegativeFloat = 0.0
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decoupled weight decay of AdamW."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moments."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of AdamW's second moment."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this L2 norm."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: slower, less memory."""
     max_bad_steps: NonNegativeInt = 3
     """Non-finite updates in a row that are skipped before the run stops."""
     start_timeout_s: PositiveFloat = 300.0
+    """Seconds that the ranks may take to load the model and find each other."""
     step_timeout_s: PositiveFloat = 1800.0
+    """Seconds that one update may take."""
 
 
 class WeightSyncSection(Section):
@@ -275,6 +366,7 @@ class PlacementSection(Section):
 
 class LogSection(Section):
     trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
+    """Where metrics go beside ``metrics.jsonl``."""
     rollouts_every: NonNegativeInt = 10
     """Steps between samples of trajectories in ``rollouts/``; 0: never."""
     display: Literal["auto", "rich", "lines", "none"] = "auto"
@@ -285,15 +377,43 @@ class Config(Section):
     """A whole run."""
 
     run: RunSection = RunSection()
+    """The run itself: its name, place, length and seed."""
     model: ModelSection
+    """The policy that training starts from."""
     data: DataSection
+    """Prompts, and how they are written."""
     rollout: RolloutSection = RolloutSection()
+    """Sampling for training."""
     reward: RewardSection
+    """What a good answer is."""
     algorithm: AlgorithmSection = AlgorithmSection()
+    """Advantage, loss, and the correction for stale data."""
     eval: EvalSection = EvalSection()
+    """Measurements on held-out prompts."""
     schedule: ScheduleSection = ScheduleSection()
+    """How far rollouts and updates overlap, and how old data may be."""
     generators: GeneratorsSection = GeneratorsSection()
+    """The engines that sample."""
     learner: LearnerSection = LearnerSection()
+    """The ranks that update."""
     weight_sync: WeightSyncSection = WeightSyncSection()
+    """How weights travel from the learner to the generators."""
     placement: PlacementSection = PlacementSection()
+    """What runs where."""
     log: LogSection = LogSection()
+    """What is written and shown."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse(contradictions(self))
+        return self
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Longest training sequence, prompt and answer, in tokens."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def max_eval_tokens(self) -> int:
+        """Longest sequence of an evaluation, in tokens."""
+        return self.data.max_prompt_tokens + (self.eval.max_new_tokens or self.rollout.max_new_tokens)

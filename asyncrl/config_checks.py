@@ -1,0 +1,189 @@
+"""What no single key can get wrong: values that contradict each other.
+
+Each function returns its findings as text, all of them, and raises nothing. A finding starts with the
+key to change (from the section's own key for a section, from the top for ``contradictions``), and
+states what was found, what was expected, and the remedy, with both numbers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config, CreateSection, ModelSection, SourceSection
+
+SOURCE_KINDS = ("path", "hub", "reasoning_gym", "python", "holdout")
+
+
+def source_problems(source: SourceSection) -> list[str]:
+    """A source has exactly one kind."""
+    given = [kind for kind in SOURCE_KINDS if getattr(source, kind) is not None]
+    if len(given) == 1:
+        return []
+    found = " and ".join(given) if given else "none of them"
+    return [f"found {found}; expected exactly one of {', '.join(SOURCE_KINDS)}"]
+
+
+def model_problems(model: ModelSection) -> list[str]:
+    """A model is loaded or made, not both."""
+    if model.path is not None and model.create is not None:
+        return [f"found both path {model.path!r} and create; expected one: remove the other"]
+    if model.path is None and model.create is None:
+        return ["found neither path nor create; expected a folder or hub name as path, or a create block"]
+    return []
+
+
+def creation_problems(create: CreateSection) -> list[str]:
+    """The shape of a model that is to be made."""
+    problems = []
+    if create.hidden_size % (2 * create.heads):
+        # Rotary embeddings turn pairs of channels.
+        problems.append(
+            f"hidden_size: found {create.hidden_size}; expected a multiple of 2 * heads = {2 * create.heads}"
+        )
+    if create.heads % create.kv_heads:
+        problems.append(f"kv_heads: found {create.kv_heads}; expected a divisor of heads = {create.heads}")
+    return problems
+
+
+def contradictions(config: Config) -> list[str]:
+    """Every pair of values that cannot both be meant."""
+    return [
+        *_staleness(config),
+        *_lengths(config),
+        *_groups(config),
+        *_corrections(config),
+        *_devices(config),
+        *_other(config),
+    ]
+
+
+def _staleness(config: Config) -> list[str]:
+    schedule = config.schedule
+    depth, every, bound = schedule.pipeline_depth, schedule.publish_every, schedule.max_staleness
+    needed = depth + every - 1
+    if bound >= needed:
+        return []
+    return [
+        f"schedule.max_staleness: found {bound}; expected at least pipeline_depth + publish_every - 1 = "
+        f"{depth} + {every} - 1 = {needed}: raise max_staleness to {needed}, or lower the other two"
+    ]
+
+
+def _lengths(config: Config) -> list[str]:
+    problems = []
+    prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    longest = config.max_sequence_tokens
+    sum_text = f"data.max_prompt_tokens + rollout.max_new_tokens = {prompt} + {answer} = {longest}"
+    if longest > config.learner.micro_batch_tokens:
+        problems.append(
+            f"learner.micro_batch_tokens: found {config.learner.micro_batch_tokens}, which cannot hold the "
+            f"longest sequence; expected at least {sum_text}: raise it, or shorten prompts or answers"
+        )
+    create = config.model.create
+    if create is not None:
+        problems += length_problems(config, create.max_positions, "model.create.max_positions")
+    return problems
+
+
+def length_problems(config: Config, positions: int, name: str) -> list[str]:
+    """Whether the longest sequences of training and evaluation fit a model of ``positions`` tokens."""
+    problems = []
+    prompt = config.data.max_prompt_tokens
+    lengths = [("rollout.max_new_tokens", config.rollout.max_new_tokens)]
+    if config.data.eval is not None and config.eval.max_new_tokens is not None:
+        lengths.append(("eval.max_new_tokens", config.eval.max_new_tokens))
+    for key, answer in lengths:
+        if prompt + answer > positions:
+            problems.append(
+                f"{key}: found data.max_prompt_tokens + {key} = {prompt} + {answer} = {prompt + answer}; "
+                f"expected at most {name} = {positions}: shorten prompts or answers by "
+                f"{prompt + answer - positions} tokens, or use a model with more positions"
+            )
+    return problems
+
+
+def _groups(config: Config) -> list[str]:
+    problems = []
+    rollout, algorithm = config.rollout, config.algorithm
+    if algorithm.advantage == "grpo" and rollout.group_size < 2:
+        problems.append(
+            f"rollout.group_size: found {rollout.group_size}; expected at least 2, because the grpo "
+            "advantage compares the answers of a group with each other"
+        )
+    elif algorithm.advantage == "grpo" and rollout.min_group < 2:
+        problems.append(
+            f"rollout.min_group: found {rollout.min_group}; expected at least 2, because the grpo "
+            "advantage compares the answers of a group with each other"
+        )
+    elif rollout.min_group > rollout.group_size:
+        problems.append(
+            f"rollout.min_group: found {rollout.min_group}; expected at most rollout.group_size = "
+            f"{rollout.group_size}"
+        )
+    if rollout.groups_per_step < config.learner.ranks:
+        problems.append(
+            f"rollout.groups_per_step: found {rollout.groups_per_step}; expected at least learner.ranks = "
+            f"{config.learner.ranks}, because whole groups go to each rank"
+        )
+    return problems
+
+
+def _corrections(config: Config) -> list[str]:
+    problems = []
+    rollout, algorithm, bound = config.rollout, config.algorithm, config.schedule.max_staleness
+    if rollout.top_p < 1.0:
+        problems.append(
+            f"rollout.top_p: found {rollout.top_p:g}; expected 1.0 in training, because the learner "
+            "cannot correct for tokens that were cut off; eval.top_p is free"
+        )
+    if rollout.top_k > 0:
+        problems.append(
+            f"rollout.top_k: found {rollout.top_k}; expected 0 (off) in training, because the learner "
+            "cannot correct for tokens that were cut off; eval.top_k is free"
+        )
+    if algorithm.old_logprobs == "behaviour" and algorithm.correction != "none":
+        problems.append(
+            f"algorithm.correction: found {algorithm.correction!r} with old_logprobs 'behaviour', which "
+            "corrects twice: its ratio is to the behaviour policy already; expected correction none, or "
+            "old_logprobs recompute"
+        )
+    if algorithm.correction == "none" and bound >= 2 and not algorithm.allow_uncorrected:
+        problems.append(
+            f"algorithm.correction: found 'none' with schedule.max_staleness {bound}; expected a "
+            "correction from max_staleness 2 on, because the loss takes old data for new: set "
+            "algorithm.correction to tis, lower schedule.max_staleness to 1, or set "
+            "algorithm.allow_uncorrected to true"
+        )
+    return problems
+
+
+def _devices(config: Config) -> list[str]:
+    if config.weight_sync.backend != "nccl":
+        return []
+    return [
+        f"weight_sync.backend: found 'nccl' with {name}.device {device!r}; expected cuda on both sides, "
+        "because nccl connects GPUs only: set weight_sync.backend to gloo or auto"
+        for name, device in (("generators", config.generators.device), ("learner", config.learner.device))
+        if device not in ("auto", "cuda")
+    ]
+
+
+def _other(config: Config) -> list[str]:
+    problems = []
+    if config.data.train.holdout is not None:
+        problems.append(
+            "data.train.holdout: found it in data.train; expected it in data.eval alone, where it takes "
+            "prompts away from data.train"
+        )
+    if config.learner.warmup_steps > config.run.steps:
+        problems.append(
+            f"learner.warmup_steps: found {config.learner.warmup_steps}; expected at most run.steps = "
+            f"{config.run.steps}"
+        )
+    names = [f.name for f in config.reward.functions if f.name is not None]
+    for name in sorted({n for n in names if names.count(n) > 1}):
+        problems.append(
+            f"reward.functions: found the name {name!r} {names.count(name)} times; expected each once"
+        )
+    return problems
