@@ -1,0 +1,105 @@
+"""From a row to the text and the token ids that the model is prompted with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.config import DataSection
+from asyncrl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROMPT_KEYS = ("prompt", "question", "input", "problem")
+
+
+def prompt_key(section: DataSection, columns: Sequence[str]) -> str:
+    """The column of the prompt. Raises DataError if there is none among ``columns``."""
+    wanted = PROMPT_KEYS if section.prompt_key is None else (section.prompt_key,)
+    for key in wanted:
+        if key in columns:
+            return key
+    raise DataError(
+        f"found the columns {', '.join(columns) or '(none)'}; expected a column "
+        f"{' or '.join(wanted)} for the prompt: set data.prompt_key"
+    )
+
+
+class PromptTemplate:
+    """Renders rows with the tokenizer's chat template, or as plain text.
+
+    A prompt is text or, as in several projects' data sets, a list of chat messages. ``key`` is its
+    column. Raises DataError if ``data.template`` is chat and the tokenizer has no chat template.
+    """
+
+    def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if section.template == "chat" and not has_template:
+            raise DataError(
+                "data.template: found 'chat', but the tokenizer has no chat template; expected one: set "
+                "data.template to plain, or use an instruction-tuned model"
+            )
+        self.chat = has_template and section.template != "plain"
+        self.key = key
+        self._section = section
+        self._tokenizer = tokenizer
+
+    def text(self, row: Mapping[str, Any], where: str) -> str:
+        """The whole prompt as text. ``where`` names the row in a DataError."""
+        if self.key not in row:
+            raise DataError(
+                f"{where}: found the columns {', '.join(row) or '(none)'}; expected {self.key!r}, as in "
+                "the first row"
+            )
+        value = row[self.key]
+        messages = self._messages(value, row, where)
+        if not self.chat:
+            return "\n".join(message["content"] for message in messages)
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return str(text)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of rendered prompts. A chat template writes its special tokens itself."""
+        encoded = self._tokenizer(list(texts), add_special_tokens=not self.chat)["input_ids"]
+        return [list(ids) for ids in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids)))
+
+    def _messages(self, value: Any, row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
+        section = self._section
+        if isinstance(value, str):
+            messages = [{"role": "user", "content": self._formatted(value, row, where)}]
+        elif isinstance(value, list) and value and all(_is_message(item) for item in value):
+            messages = [dict(item) for item in value]
+            if messages[-1]["role"] == "user":
+                content = self._formatted(messages[-1]["content"], row, where)
+                messages[-1] = {**messages[-1], "content": content}
+        else:
+            raise DataError(
+                f"{where}, column {self.key!r}: found {type(value).__name__}; expected text, or a list of "
+                "messages with role and content"
+            )
+        if section.system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": section.system})
+        return messages
+
+    def _formatted(self, prompt: str, row: Mapping[str, Any], where: str) -> str:
+        if self._section.prompt_format == "{prompt}":
+            return prompt
+        try:
+            return self._section.prompt_format.format_map({**row, "prompt": prompt})
+        except KeyError as error:
+            raise DataError(
+                f"{where}: data.prompt_format names {error}; expected prompt or one of the columns "
+                f"{', '.join(row)} (a brace itself is written twice)"
+            ) from error
+        except (ValueError, IndexError, AttributeError, TypeError) as error:
+            raise DataError(f"{where}: data.prompt_format cannot be filled in: {error}") from error
+
+
+def _is_message(item: Any) -> bool:
+    return (
+        isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+    )
