@@ -1,0 +1,69 @@
+"""Log-probs and entropies of chosen tokens, without ever holding a second (N, V) tensor in fp32.
+
+Invariants:
+- Arithmetic is in float32, or float64 where the logits are.
+- Memory beside logits and their gradient is ``ROWS`` rows of the vocabulary, whatever N.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+ROWS = 256
+"""Rows of logits that are worked on at a time."""
+
+
+def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature) at the targets, and the entropy of each distribution.
+
+    ``logits`` (N, V), ``targets`` (N,) int64 -> two (N,) tensors; the entropy carries no gradient.
+    """
+    logprobs, entropy = _TokenLogprobs.apply(logits, targets, temperature)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Recomputes the softmax in the backward pass: cheaper than keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        dtype = _compute_dtype(logits)
+        logprobs = logits.new_empty(len(logits), dtype=dtype)
+        entropy = torch.empty_like(logprobs)
+        normaliser = torch.empty_like(logprobs)
+        for start in range(0, len(logits), ROWS):
+            rows = slice(start, start + ROWS)
+            scaled = logits[rows].to(dtype) / temperature  # (R, V)
+            log_z = scaled.logsumexp(-1, keepdim=True)  # (R, 1)
+            chosen = scaled.gather(-1, targets[rows, None])
+            logprobs[rows] = (chosen - log_z).squeeze(-1)
+            normaliser[rows] = log_z.squeeze(-1)
+            # H = log Z - E[x]: one pass, and no log of a probability that underflowed.
+            entropy[rows] = log_z.squeeze(-1) - (scaled * (scaled - log_z).exp()).sum(-1)
+        ctx.save_for_backward(logits, targets, normaliser)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets, normaliser = ctx.saved_tensors
+        out = torch.empty_like(logits)
+        for start in range(0, len(logits), ROWS):
+            rows = slice(start, start + ROWS)
+            scale = grad[rows, None] / ctx.temperature  # (R, 1)
+            scaled = logits[rows].to(normaliser.dtype) / ctx.temperature
+            # d log p(y) / dx = (1[y] - softmax(x)) / T
+            block = (scaled - normaliser[rows, None]).exp_().mul_(-scale)
+            block.scatter_add_(-1, targets[rows, None], scale)
+            out[rows] = block.to(out.dtype)
+        return out, None, None
+
+
+def _compute_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
