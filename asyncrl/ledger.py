@@ -73,7 +73,7 @@ class Frontier:
     """Lowest ordinal that is not retired: all below are."""
     retired_above: tuple[int, ...]
     """Retired ordinals above ``lowest``, ascending."""
-    final_counts: dict[FinalState, int]
+    final_counts: dict[str, int]
     """How many were retired to each state, the history before a resume included."""
 
 
@@ -111,7 +111,7 @@ class Ledger:
     def __init__(self, sink: Callable[[Retired], None] | None = None) -> None:
         self._sink = sink
         self._live: dict[int, _Entry] = {}
-        self._counts: dict[LiveState | FinalState, int] = dict.fromkeys((*LIVE_STATES, *FINAL_STATES), 0)
+        self._counts: dict[str, int] = dict.fromkeys((*LIVE_STATES, *FINAL_STATES), 0)  # by state
         self._submitted = 0
         self._next = 0  # the ordinal that has to be submitted next
         self._lowest = 0
@@ -131,8 +131,7 @@ class Ledger:
                 f" has {retired} retired ordinals, but counts {counted} in {frontier.final_counts}"
             )
         ledger = cls(sink)
-        for state, count in frontier.final_counts.items():
-            ledger._counts[state] = count
+        ledger._counts.update(frontier.final_counts)
         ledger._submitted = counted
         ledger._next = ledger._lowest = frontier.lowest
         ledger._retired_above = set(frontier.retired_above)
@@ -209,25 +208,24 @@ class Ledger:
 
     def check(self) -> None:
         """Recount the live ordinals and verify the conservation law; LedgerError if it does not hold."""
-        found = dict.fromkeys(LIVE_STATES, 0)
-        for entry in self._live.values():
-            found[entry.state] += 1
-        counted = {state: self._counts[state] for state in LIVE_STATES}
-        if found != counted:
-            raise LedgerError(f"the ledger holds {found}, but has counted {counted}")
+        states = [entry.state for entry in self._live.values()]
+        for state in LIVE_STATES:
+            if states.count(state) != self._counts[state]:
+                raise LedgerError(
+                    f"{states.count(state)} ordinals are {state}, but {self._counts[state]} were counted"
+                )
         accounted = sum(self._counts.values())
-        retired = sum(self._counts[state] for state in FINAL_STATES)
-        if self._submitted != accounted or retired != self._lowest + len(self._retired_above):
+        retired = accounted - len(states)
+        known = self._lowest + len(self._retired_above)
+        if self._submitted != accounted or retired != known:
             raise LedgerError(
-                f"{self._submitted} ordinals were submitted, but {accounted} are accounted for; {retired}"
-                f" were retired, and the frontier knows {self._lowest + len(self._retired_above)}: {self.counts()}"
+                f"{self._submitted} ordinals were submitted, but {accounted} are accounted for; {retired} were"
+                f" retired, and the frontier knows {known}: {self.counts()}"
             )
 
     def counts(self) -> dict[str, int]:
         """``submitted`` and the number in each state, live and final."""
-        counts: dict[str, int] = {"submitted": self._submitted}
-        counts.update((str(state), count) for state, count in self._counts.items())
-        return counts
+        return {"submitted": self._submitted, **self._counts}
 
     def frontier(self) -> Frontier:
         """What a checkpoint stores; ``restore`` goes on from it."""

@@ -145,6 +145,11 @@ class StalenessBudget:
         """Number of outstanding groups by expiry; a read-only live view with at most S + 1 entries."""
         return MappingProxyType(self._count)
 
+    @property
+    def running(self) -> int:
+        """Outstanding groups that are still being generated."""
+        return self._n_running
+
     def is_running(self, ordinal: int) -> bool:
         """Whether the group is outstanding and not yet ready."""
         expiry = self._expiry.get(ordinal)
@@ -161,12 +166,7 @@ class StalenessBudget:
 
     def limits(self) -> dict[str, int]:
         """The three terms of the rule, in groups, by the setting that each comes from."""
-        batch = self.groups_per_step
-        return {
-            "pipeline_depth": (self.pipeline_depth + 1 - self.unpublished) * batch,
-            "max_staleness": (self._live_version + self.max_staleness - self._version + 1) * batch,
-            "steps": (self.steps - self._version) * batch,
-        }
+        return dict(zip(("pipeline_depth", "max_staleness", "steps"), self._limits(), strict=True))
 
     def binding(self) -> str:
         """Which setting admits the fewest groups now: pipeline_depth, max_staleness or steps."""
@@ -175,7 +175,7 @@ class StalenessBudget:
 
     def admissible(self) -> int:
         """How many more groups may be admitted now."""
-        return max(0, min(self.limits().values()) - len(self._expiry))
+        return max(0, min(self._limits()) - len(self._expiry))
 
     # What happens to a group.
 
@@ -266,13 +266,21 @@ class StalenessBudget:
             version=self._version,
             live_version=self._live_version,
             outstanding=self.outstanding,
-            running=self._n_running,
+            running=self.running,
             unpublished=self.unpublished,
             admissible=self.admissible(),
             binding=self.binding(),
             admitted=self._admitted,
             reissued=self._reissued,
             retired=self._retired,
+        )
+
+    def _limits(self) -> tuple[int, int, int]:
+        batch = self.groups_per_step
+        return (
+            (self.pipeline_depth + 1 - self.unpublished) * batch,
+            (self._live_version + self.max_staleness - self._version + 1) * batch,
+            (self.steps - self._version) * batch,
         )
 
     def _issue(self, ordinal: int) -> Admission:
