@@ -1,0 +1,661 @@
+"""The loop: batch N+1 rolls out while batch N updates, and nobody is further behind than allowed.
+
+One asyncio loop owns the whole path. It decides, and never computes: rollouts, updates and pushes
+happen elsewhere, and only their metas come through here.
+
+Invariants:
+- Every admission, retirement and version change goes through ``StalenessBudget`` and ``Ledger``;
+  the ledger's conservation law is asserted at every step.
+- One update at a time, one push at a time; a version is live only after ``publish`` returned.
+- All tasks live in one TaskGroup: a task that fails ends the run with its traceback.
+- Nothing polls. Every wait ends by an event or by a deadline that names what was waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.config import Config
+from asyncrl.errors import (
+    BadStepsError,
+    InfrastructureError,
+    NothingTrainableError,
+)
+from asyncrl.evaluation import Evaluator
+from asyncrl.generators.pool import GeneratorPool
+from asyncrl.learners.base import Learner, LearnerInfo, StepResult
+from asyncrl.ledger import FinalState, Ledger, Retired
+from asyncrl.metrics import (
+    GeneratorUse,
+    LengthBias,
+    PhaseTimes,
+    batch_metrics,
+    throughput_metrics,
+)
+from asyncrl.queues.budget import StalenessBudget
+from asyncrl.queues.experience import ExperienceQueue, Shortfall
+from asyncrl.rollout import GroupRequest
+from asyncrl.types import (
+    Batch,
+    BatchItem,
+    GroupMeta,
+    Metrics,
+    ReadyGroup,
+    SamplingParams,
+    Task,
+    group_lag,
+    sort_key,
+)
+from asyncrl.waiting import Signal, within
+from asyncrl.weight_sync.publish import PublishReport
+
+log = logging.getLogger(__name__)
+
+_ROLLOUT_GRACE_S = 30.0
+"""What a replica gets beyond rollout.deadline_s to answer before it is taken for hung."""
+
+
+class TaskSource(Protocol):
+    """The stream of the run: a pure function of the ordinal."""
+
+    def task(self, ordinal: int) -> Task: ...
+
+
+class Publisher(Protocol):
+    """Makes versions live; see weight_sync/publish.py."""
+
+    async def open(self, info: LearnerInfo) -> None: ...
+
+    async def publish(self, version: int) -> PublishReport: ...
+
+
+class Observer(Protocol):
+    """Hears of everything that a user may want to see. Must not block."""
+
+    def retired(self, retired: Retired) -> None: ...
+
+    def stepped(self, record: Metrics) -> None:
+        """A step ended, its evaluation not yet known: for a live display."""
+        ...
+
+    def evaluated(self, result: Metrics) -> None:
+        """An evaluation ended."""
+        ...
+
+    def recorded(self, record: Metrics) -> None:
+        """A line of metrics.jsonl is complete."""
+        ...
+
+    def trained(self, step: int, groups: Sequence[ReadyGroup]) -> None:
+        """Groups that went into a step, for ``rollouts/``."""
+        ...
+
+    def phase(self, name: str) -> None:
+        """What the run does now, in words."""
+        ...
+
+
+@dataclass(slots=True)
+class Summary:
+    """How a run ended."""
+
+    steps: int
+    policy_version: int
+    wall_s: float
+    eval_before: Metrics | None
+    eval_after: Metrics | None
+    checksum: str | None
+    counts: dict[str, int]
+    last: Metrics
+    stopped_by: str | None = None
+
+
+@dataclass(slots=True)
+class _Line:
+    """A line of metrics.jsonl that may still wait for its evaluation."""
+
+    record: Metrics
+    evaluation: asyncio.Task[Metrics] | None = None
+
+    @property
+    def pending(self) -> bool:
+        return self.evaluation is not None and not self.evaluation.done()
+
+    def complete(self) -> None:
+        """Add the evaluation's figures, if it came to its end."""
+        task = self.evaluation
+        if task is not None and task.done() and not task.cancelled() and task.exception() is None:
+            self.record.update(task.result())
+
+
+@dataclass(slots=True)
+class _Running:
+    """A group that is out for rollout."""
+
+    task: Task
+    since: float
+    attempt: int = 1
+    handle: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class _Unusable:
+    """Groups in a row that nothing could be trained on, and why."""
+
+    in_a_row: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+class Controller:
+    """Runs ``config.run.steps`` updates. Build it, then await ``run()`` once."""
+
+    def __init__(
+        self,
+        config: Config,
+        tasks: TaskSource,
+        pool: GeneratorPool,
+        learner: Learner,
+        publisher: Publisher,
+        evaluator: Evaluator,
+        observer: Observer,
+        *,
+        export_to: Path | None = None,
+        max_queue_bytes: int = 4 << 30,
+    ) -> None:
+        schedule, rollout = config.schedule, config.rollout
+        self.config = config
+        self.budget = StalenessBudget(
+            groups_per_step=rollout.groups_per_step,
+            pipeline_depth=schedule.pipeline_depth,
+            max_staleness=schedule.max_staleness,
+            publish_every=schedule.publish_every,
+            steps=config.run.steps,
+        )
+        capacity = (schedule.pipeline_depth + 1) * rollout.groups_per_step
+        self.queue = ExperienceQueue(self.budget, capacity_groups=capacity, max_bytes=max_queue_bytes)
+        self.ledger = Ledger(observer.retired)
+        self._tasks = tasks
+        self._pool = pool
+        self._learner = learner
+        self._publisher = publisher
+        self._evaluator = evaluator
+        self._observer = observer
+        self._export_to = export_to
+        self._sampling = SamplingParams(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop=rollout.stop,
+        )
+        self._changed = Signal()
+        self._running: dict[int, _Running] = {}
+        self._unusable = _Unusable()
+        self._step = 0
+        self._bad_in_a_row = 0
+        self._times = PhaseTimes()
+        self._bias = LengthBias()
+        self._use = GeneratorUse(slots=config.generators.slots)
+        self._lines: list[_Line] = []
+        self._evaluation: asyncio.Task[Metrics] | None = None
+        self._starved_since: float | None = None
+        self._progress_at = 0.0
+        self._progress = "the start"
+        self._stopped_by: str | None = None
+
+    # ------------------------------------------------------------------ the run
+
+    async def run(self) -> Summary:
+        """Train. Returns after the last step, or after ``request_stop`` took effect.
+
+        Raises what ended the run, as the ExceptionGroup of the TaskGroup.
+        """
+        start = self._now()
+        self._made_progress("the start")
+        info = await self._start_up()
+        log.info("learner has %s parameters in %d tensors", f"{info.parameters:,}", len(info.manifest))
+        before = await self._evaluate_first()
+        after, last, checksum = before, self._lines[-1].record, None
+        training_start = self._now()
+        try:
+            async with asyncio.TaskGroup() as group:
+                helpers = [
+                    group.create_task(self._rollout_pump(group), name="rollout pump"),
+                    group.create_task(self._watchdog(), name="watchdog"),
+                ]
+                await self._train_pump(group)
+                for task in [*helpers, *(r.handle for r in self._running.values() if r.handle)]:
+                    task.cancel()
+                if self._stopped_by is not None and self._evaluation is not None:
+                    self._evaluation.cancel()
+            if self._step:
+                after, last, checksum = await self._finish()
+        finally:
+            self._flush_lines(final=True)
+        return Summary(
+            steps=self._step,
+            policy_version=self.budget.version,
+            wall_s=self._now() - training_start if self._step else self._now() - start,
+            eval_before=before,
+            eval_after=after,
+            checksum=checksum,
+            counts=self.ledger.counts(),
+            last=last,
+            stopped_by=self._stopped_by,
+        )
+
+    def request_stop(self, why: str) -> None:
+        """End after the running update: admission stops, unfinished rollouts are cancelled."""
+        if self._stopped_by is None:
+            self._stopped_by = why
+            log.warning("%s: ending after the running update", why)
+            self._changed.notify()
+
+    async def _start_up(self) -> LearnerInfo:
+        self._observer.phase("starting generators and learner")
+        async with asyncio.TaskGroup() as group:
+            learner = group.create_task(self._learner.start(), name="start learner")
+            group.create_task(self._pool.start(), name="start generators")
+        info = learner.result()
+        await self._publisher.open(info)
+        # Version 0 is pushed too: what generates is then what trains, whatever the files said.
+        await self._publisher.publish(0)
+        return info
+
+    async def _evaluate_first(self) -> Metrics | None:
+        record = self._line_head()
+        self._lines.append(_Line(record))
+        if not self._evaluator.enabled:
+            return None
+        self._observer.phase("evaluating the start model")
+        result = await self._evaluate(0)
+        record.update(result)
+        return result
+
+    async def _finish(self) -> tuple[Metrics | None, Metrics, str]:
+        """What the last line of metrics.jsonl still lacks."""
+        line = self._lines[-1]
+        after = None
+        if line.evaluation is not None and not line.evaluation.cancelled():
+            after = line.evaluation.result()
+        step_timeout_s = self.config.learner.step_timeout_s
+        checksum = await within(
+            step_timeout_s, "checksum of the parameters", "learner.step_timeout_s", self._learner.checksum()
+        )
+        # JSON holds it as text; every other figure of a line is a number.
+        line.record["model/checksum"] = checksum  # type: ignore[assignment]
+        if self._export_to is not None:
+            self._observer.phase("exporting the model")
+            await within(
+                step_timeout_s,
+                "export of the model",
+                "learner.step_timeout_s",
+                self._learner.export(self._export_to),
+            )
+        return after, line.record, checksum
+
+    # ------------------------------------------------------------------ rollouts
+
+    async def _rollout_pump(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            await self._changed.until(lambda: self._room() > 0)
+            for _ in range(self._room()):
+                task = self._tasks.task(self.ledger.next_ordinal)
+                admission = self.budget.admit(task.ordinal)
+                self.ledger.submit(task.ordinal, task.uid)
+                running = _Running(task, self._now())
+                self._running[task.ordinal] = running
+                running.handle = group.create_task(
+                    self._rollout(running, admission.start_version), name=f"rollout {task.uid}"
+                )
+            self._note_starvation()
+
+    def _room(self) -> int:
+        """Groups that may be admitted now."""
+        if self._stopped_by is not None or self.queue.full:
+            return 0
+        return self.budget.admissible()
+
+    async def _rollout(self, running: _Running, start_version: int) -> None:
+        """One group, from its request to the queue or to its retirement."""
+        settings, task = self.config.rollout, running.task
+        limit_s = settings.deadline_s + self.config.reward.timeout_s + _ROLLOUT_GRACE_S
+        while True:
+            request = GroupRequest(
+                task=task,
+                start_version=start_version,
+                samples=settings.group_size,
+                sampling=self._sampling,
+                seed=self.config.run.seed,
+                deadline_s=settings.deadline_s,
+            )
+            try:
+                async with asyncio.timeout(limit_s):
+                    meta, payload = await self._pool.run_group(request)
+                break
+            except (InfrastructureError, TimeoutError) as error:
+                why = str(error) or f"no answer after {limit_s:g} s"
+                log.warning("try %d of %s failed: %s", running.attempt, task.uid, why)
+                if running.attempt >= settings.max_attempts:
+                    self._retire_unusable(task, "failed", f"{type(error).__name__}: {why}")
+                    return
+                if isinstance(error, TimeoutError):
+                    await self._pool.probe(self._pool.live)
+            running.attempt += 1
+            start_version = self.budget.reissue(task.ordinal).start_version
+        self._land(task, meta, payload)
+
+    def _land(self, task: Task, meta: GroupMeta, payload: Any) -> None:
+        """A group came back: into the queue, or retired with the reason why not."""
+        self._bias.add_finished(meta)
+        verdict = self._unusable_because(meta)
+        if verdict is not None:
+            state, reason = verdict
+            rewards = meta.rewards
+            mean = sum(rewards) / len(rewards) if rewards else None
+            self._retire_unusable(task, state, reason, mean)
+            return
+        del self._running[task.ordinal]
+        self.ledger.mark_ready(task.ordinal)
+        self.queue.put(ReadyGroup(meta, payload, self.budget.expiries()[task.ordinal]))
+        self._made_progress(f"group {task.uid} landed")
+        if self.queue.full:
+            log.warning(
+                "the queue holds %d bytes: no rollout is admitted until a batch is taken", self.queue.bytes
+            )
+        self._note_starvation()
+        self._changed.notify()
+
+    def _unusable_because(self, meta: GroupMeta) -> tuple[FinalState, str] | None:
+        settings = self.config
+        own_fault = [f for f in meta.failures if f.kind != "DeadlineError"]
+        survivors = len(meta.trajectories)
+        if meta.failures and (
+            (own_fault and settings.reward.on_error == "fail") or survivors < settings.rollout.min_group
+        ):
+            first = (own_fault or list(meta.failures))[0]
+            return "failed", f"{first.kind}: {first.message}"
+        if meta.loss_tokens == 0:
+            return "dropped", "no_trained_token"
+        if settings.algorithm.filter_zero_variance == "refill" and len(set(meta.rewards)) == 1:
+            return "filtered", "zero_variance"
+        return None
+
+    def _retire_unusable(
+        self, task: Task, state: FinalState, reason: str, reward_mean: float | None = None
+    ) -> None:
+        del self._running[task.ordinal]
+        self.ledger.retire(task.ordinal, state, reason, step=self._step, lag=None, reward_mean=reward_mean)
+        self.budget.retire(task.ordinal)
+        self._made_progress(f"group {task.uid} {state}")
+        if state == "failed":
+            log.warning("%s failed: %s", task.uid, reason)
+        unusable, limit = self._unusable, self.config.run.max_unusable_groups
+        unusable.in_a_row += 1
+        unusable.reasons[f"{state}: {reason}"] += 1
+        if unusable.in_a_row >= limit:
+            most = "; ".join(f"{n} x {why}" for why, n in unusable.reasons.most_common(3))
+            raise NothingTrainableError(
+                f"{unusable.in_a_row} groups in a row could not be trained on "
+                f"(run.max_unusable_groups = {limit}): {most}"
+            )
+        self._note_starvation()
+        self._changed.notify()
+
+    # ------------------------------------------------------------------ updates
+
+    async def _train_pump(self, group: asyncio.TaskGroup) -> None:
+        step_start = self._now()
+        while self.budget.version < self.config.run.steps:
+            groups = await self._take()
+            if groups is None:
+                return
+            version = self.budget.version
+            metas = [g.meta for g in groups]
+            record = batch_metrics(version, metas)
+            result = await self._update(version, groups)
+            self._step += 1
+            self._observer.trained(self._step, groups)
+            self._retire_batch(version, groups, result)
+            evaluation = await self._publish_if_due(group)
+            record.update(result.metrics)
+            step_start = await self._end_step(record, metas, step_start, evaluation)
+
+    async def _take(self) -> list[ReadyGroup] | None:
+        """The next batch by expiry; None once a stop was asked for."""
+        start = self._now()
+        taken: list[ReadyGroup] = []
+        drops = self.config.schedule.at_bound == "drop"
+
+        def stopped_or_taken() -> bool:
+            if self._stopped_by is not None:
+                return True
+            outcome = self.queue.take()
+            if isinstance(outcome, Shortfall) and outcome.blocking and drops:
+                self._drop(outcome.blocking)
+                outcome = self.queue.take()
+            if not isinstance(outcome, Shortfall):
+                taken.extend(outcome)
+            return bool(taken)
+
+        await self._changed.until(stopped_or_taken)
+        self._times.wait_for_batch += self._now() - start
+        if not taken:
+            return None
+        for ready in taken:
+            self.ledger.start_training(ready.meta.ordinal)
+        return sorted(taken, key=lambda ready: sort_key(ready.meta))
+
+    def _drop(self, ordinals: Sequence[int]) -> None:
+        """Cancel groups that would go stale; the budget admits others in their place."""
+        for ordinal in ordinals:
+            running = self._running.pop(ordinal)
+            assert running.handle is not None
+            running.handle.cancel()
+            self.ledger.retire(ordinal, "dropped", "at_bound", step=self._step, lag=None, reward_mean=None)
+            self.budget.retire(ordinal)
+        self._note_starvation()
+        self._changed.notify()
+
+    async def _update(self, version: int, groups: Sequence[ReadyGroup]) -> StepResult:
+        items = tuple(
+            BatchItem(g.meta, g.payload, group_advantages(self.config.algorithm.advantage, g.meta.rewards))
+            for g in groups
+        )
+        start = self._now()
+        timeout_s = self.config.learner.step_timeout_s
+        result = await within(
+            timeout_s,
+            f"update {version} -> {version + 1} on {len(items)} groups",
+            "learner.step_timeout_s",
+            self._learner.step(Batch(version, items)),
+        )
+        self._times.train += self._now() - start
+        return result
+
+    def _retire_batch(self, version: int, groups: Sequence[ReadyGroup], result: StepResult) -> None:
+        state: FinalState = "dropped" if result.skipped else "trained"
+        reason = "bad_step" if result.skipped else "trained"
+        if not result.skipped:
+            self.budget.complete_update()
+        for ready in groups:
+            meta = ready.meta
+            self.ledger.retire(
+                meta.ordinal,
+                state,
+                reason,
+                step=self._step,
+                lag=group_lag(version, meta),
+                reward_mean=sum(meta.rewards) / len(meta.rewards),
+            )
+            self.budget.retire(meta.ordinal)
+        if result.skipped:
+            self._bad_in_a_row += 1
+            limit = self.config.learner.max_bad_steps
+            log.error("step %d was not finite and changed nothing: %s", self._step, result.metrics)
+            if self._bad_in_a_row > limit:
+                raise BadStepsError(
+                    f"{self._bad_in_a_row} updates in a row had a non-finite loss or gradient "
+                    f"(learner.max_bad_steps = {limit}); lower learner.lr or look at the rewards"
+                )
+        else:
+            self._bad_in_a_row = 0
+            self._unusable = _Unusable()
+            self._bias.add_trained([g.meta for g in groups])
+        self.ledger.check()
+        self._made_progress(f"update {self._step}")
+        self._changed.notify()
+
+    # ------------------------------------------------------------------ pushes and evaluations
+
+    def _evaluation_due(self) -> bool:
+        """Whether the newest version is one to evaluate."""
+        version, every = self.budget.version, self.config.eval.every
+        if not self._evaluator.enabled or version == self.budget.live_version:
+            return False
+        last = version == self.config.run.steps
+        return last or (every > 0 and version % every == 0)
+
+    async def _publish_if_due(self, group: asyncio.TaskGroup) -> asyncio.Task[Metrics] | None:
+        """Make the newest version live where it is due; returns the evaluation that this started."""
+        version = self.budget.version
+        if version == self.budget.live_version:
+            return None
+        evaluate = self._evaluation_due()
+        if not (self.budget.is_due(version) or evaluate or version == self.config.run.steps):
+            return None
+        await self._await_evaluation()
+        start = self._now()
+        report = await self._publisher.publish(version)
+        self._times.weight_sync += self._now() - start
+        self._times.weight_pause += report.pause_s
+        self.budget.set_live(version)
+        self._made_progress(f"version {version} live")
+        self._changed.notify()
+        if evaluate:
+            name = f"evaluation of version {version}"
+            self._evaluation = group.create_task(self._evaluate(version), name=name)
+        return self._evaluation
+
+    async def _evaluate(self, version: int) -> Metrics:
+        result = await self._evaluator.run(version)
+        self._made_progress(f"evaluation of version {version}")
+        self._observer.evaluated(result)
+        return result
+
+    async def _await_evaluation(self) -> None:
+        """An evaluation is of one version: the next push waits for it."""
+        if self._evaluation is None:
+            return
+        start = self._now()
+        await asyncio.wait([self._evaluation])
+        self._evaluation.result()
+        self._times.eval += self._now() - start
+        self._evaluation = None
+
+    # ------------------------------------------------------------------ what users see
+
+    async def _end_step(
+        self,
+        record: Metrics,
+        metas: Sequence[GroupMeta],
+        start: float,
+        evaluation: asyncio.Task[Metrics] | None,
+    ) -> float:
+        self._note_starvation()
+        statistics = await self._pool.statistics()
+        now = self._now()
+        step_s, times = now - start, self._times
+        record = {
+            **self._line_head(),
+            **record,
+            **times.metrics(step_s),
+            **throughput_metrics(metas, step_s, times.train),
+            **self._use.metrics(statistics, step_s),
+            **self._bias.metrics(),
+        }
+        self._times = PhaseTimes()
+        self._lines.append(_Line(record, evaluation))
+        self._observer.stepped(record)
+        self._flush_lines()
+        return now
+
+    def _line_head(self) -> Metrics:
+        counts = self.ledger.counts()
+        queue = self.queue.statistics()
+        return {
+            "step": self._step,
+            "policy_version": self.budget.version,
+            "time": self._now(),
+            **{f"ledger/{name}": float(count) for name, count in counts.items()},
+            "queue/ready": float(queue.ready),
+            "queue/bytes": float(queue.bytes),
+            "queue/outstanding": float(self.budget.outstanding),
+        }
+
+    def _flush_lines(self, *, final: bool = False) -> None:
+        """Hand over, in order, the lines whose evaluation is known; the last step's at the end."""
+        while self._lines:
+            line = self._lines[0]
+            if not final and (line.pending or line.record["policy_version"] == self.config.run.steps):
+                return
+            line.complete()
+            self._observer.recorded(line.record)
+            self._lines.pop(0)
+
+    def _note_starvation(self) -> None:
+        """Account the time in which no rollout runs because the budget admits none."""
+        now = self._now()
+        if self._starved_since is not None:
+            self._times.wait_for_policy += now - self._starved_since
+            self._starved_since = None
+        if not self._running and self._room() == 0:
+            self._starved_since = now
+
+    # ------------------------------------------------------------------ the watchdog
+
+    def _made_progress(self, what: str) -> None:
+        self._progress_at, self._progress = self._now(), what
+
+    async def _watchdog(self) -> None:
+        """Report when nothing has moved for ``run.stall_after_s``, then again after twice as long."""
+        patience = self.config.run.stall_after_s
+        while True:
+            due = self._progress_at + patience
+            if self._now() < due:
+                await asyncio.sleep(due - self._now())
+                continue
+            log.warning("%s", self.stall_report())
+            await asyncio.sleep(patience)
+            patience = (
+                2 * patience if self._now() - self._progress_at >= patience else self.config.run.stall_after_s
+            )
+
+    def stall_report(self) -> str:
+        """Who holds what, and since when."""
+        now = self._now()
+        queue, counts = self.queue.statistics(), self.ledger.counts()
+        oldest = sorted(self._running.values(), key=lambda r: r.since)[:5]
+        lines = [
+            f"no progress for {now - self._progress_at:.0f} s, the last was {self._progress}",
+            f"policy version {self.budget.version}, live version {self.budget.live_version}, "
+            f"{self.budget.outstanding} groups outstanding: {counts['running']} running, "
+            f"{queue.ready} ready, {counts['training']} in the update; {self.budget.binding()} binds",
+            *self._pool.describe(),
+            *(
+                f"{r.task.uid} (ordinal {r.task.ordinal}) runs for {now - r.since:.0f} s, try {r.attempt}, "
+                f"on {self._pool.holder(r.task.uid, r.task.ordinal)}"
+                for r in oldest
+            ),
+        ]
+        return "\n  ".join(lines)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

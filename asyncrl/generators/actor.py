@@ -1,0 +1,171 @@
+"""The Ray shell of a generator: a process that holds an engine, its rollout host and its scorer.
+
+Invariants:
+- Control calls have a concurrency group of their own, so that a push or a ping never waits behind
+  rollouts.
+- A payload is a return value of ``run_group``: the controller's process owns it, and it outlives
+  the actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+
+from asyncrl.config import Config
+from asyncrl.errors import GeneratorError
+from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
+from asyncrl.placement import actor_options, pin_process
+from asyncrl.rollout import GroupRequest, RolloutHost
+from asyncrl.types import GroupMeta
+from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
+
+T = TypeVar("T")
+
+_ROLLOUT_CALLS = 100_000
+"""The budget bounds rollouts; Ray must not bound them a second time."""
+
+
+class GeneratorActor:
+    """A thin shell around ``RolloutHost``."""
+
+    def __init__(self, config: Config, model_path: str, folder: str, cores: tuple[int, ...] | None) -> None:
+        self._all_cores = tuple(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
+        pin_process(cores)
+        self._config = config
+        self._model_path = model_path
+        self._folder = Path(folder)
+        self._host: RolloutHost | None = None
+        self._home: asyncio.AbstractEventLoop | None = None
+        self._close: Callable[[], Awaitable[None]] | None = None
+
+    @ray.method(concurrency_group="generate")
+    async def start(self) -> None:
+        from asyncrl.generators.build import build_host
+
+        self._home = asyncio.get_running_loop()
+        self._host, self._close = await build_host(
+            self._config, self._model_path, self._folder, self._all_cores
+        )
+
+    @ray.method(concurrency_group="generate")
+    async def run_group(self, request: GroupRequest) -> tuple[GroupMeta, bytes]:
+        return await self._started().run_group(request)
+
+    @ray.method(concurrency_group="control")
+    async def ping(self) -> None:
+        return None
+
+    @ray.method(concurrency_group="control")
+    async def join(self, spec: PushGroupSpec) -> None:
+        await self._at_home(self._started().engine.join(spec))
+
+    @ray.method(concurrency_group="control")
+    async def receive(self, version: int) -> None:
+        await self._at_home(self._started().engine.receive(version))
+
+    @ray.method(concurrency_group="control")
+    async def swap(self, version: int, in_flight: bool, kv: KVAfterSwap) -> WeightEcho:
+        return await self._at_home(self._started().engine.swap(version, in_flight=in_flight, kv=kv))
+
+    @ray.method(concurrency_group="control")
+    async def statistics(self) -> GeneratorStatistics:
+        return self._started().engine.statistics()
+
+    @ray.method(concurrency_group="generate")
+    async def close(self) -> None:
+        if self._close is not None:
+            await self._close()
+
+    async def _at_home(self, call: Coroutine[Any, Any, T]) -> T:
+        """Run a control call on the engine's own loop: each concurrency group has a loop of its own."""
+        assert self._home is not None, "the engine has no loop before start()"
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
+
+    def _started(self) -> RolloutHost:
+        if self._host is None:
+            raise GeneratorError("the generator was called before start()")
+        return self._host
+
+
+_RemoteGenerator: Any = ray.remote(concurrency_groups={"generate": _ROLLOUT_CALLS, "control": 8})(
+    GeneratorActor
+)
+
+
+class RayReplica:
+    """A ``GeneratorActor`` as the pool sees it: its deaths are GeneratorErrors."""
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        model_path: str,
+        *,
+        cores: tuple[int, ...] | None,
+        gpus: int,
+    ) -> None:
+        self.name = name
+        self._start_timeout_s = config.generators.start_timeout_s
+        self._actor = _RemoteGenerator.options(**actor_options(gpus)).remote(
+            config, model_path, str(Path.cwd()), cores
+        )
+
+    async def start(self) -> None:
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                await self._call(self._actor.start.remote())
+        except TimeoutError:
+            raise GeneratorError(
+                f"{self.name} did not start in generators.start_timeout_s = {self._start_timeout_s:g} s"
+            ) from None
+
+    async def run_group(self, request: GroupRequest) -> tuple[GroupMeta, Any]:
+        meta_ref, payload_ref = self._actor.run_group.options(num_returns=2).remote(request)
+        try:
+            meta: GroupMeta = await self._call(meta_ref)
+        except asyncio.CancelledError:
+            # Cancelling our await does not cancel the call: its slots would stay taken.
+            ray.cancel(meta_ref)
+            raise
+        return meta, payload_ref
+
+    async def ping(self) -> None:
+        await self._call(self._actor.ping.remote())
+
+    async def join(self, spec: PushGroupSpec) -> None:
+        await self._call(self._actor.join.remote(spec))
+
+    async def receive(self, version: int) -> None:
+        await self._call(self._actor.receive.remote(version))
+
+    async def swap(self, version: int, *, in_flight: bool, kv: KVAfterSwap) -> WeightEcho:
+        echo: WeightEcho = await self._call(self._actor.swap.remote(version, in_flight, kv))
+        return echo
+
+    async def statistics(self) -> GeneratorStatistics:
+        statistics: GeneratorStatistics = await self._call(self._actor.statistics.remote())
+        return statistics
+
+    async def close(self) -> None:
+        try:
+            async with asyncio.timeout(10):
+                await self._call(self._actor.close.remote())
+        finally:
+            ray.kill(self._actor)
+
+    async def _call(self, ref: Any) -> Any:
+        try:
+            return await ref
+        except RayActorError as error:
+            raise GeneratorError(f"{self.name} died: {error}") from error
+        except TaskCancelledError as error:
+            raise GeneratorError(f"{self.name} cancelled a call that nobody gave up") from error
+        except RayTaskError as error:
+            raise error.as_instanceof_cause() from None

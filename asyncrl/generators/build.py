@@ -1,0 +1,93 @@
+"""From the config to a generator with its scorer, inside the generator's process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.environments.base import RolloutResult
+from asyncrl.generators.base import Generator
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.rollout import RolloutHost, Score
+from asyncrl.types import Task
+
+
+class PoolScorer:
+    """The ``Scorer`` over users' reward functions in worker processes."""
+
+    def __init__(self, pool: RewardPool) -> None:
+        self._pool = pool
+
+    async def score(self, task: Task, completion: str, result: RolloutResult) -> Score:
+        score = await self._pool.score(
+            task.row,
+            task.prompt,
+            completion,
+            result.token_ids.tolist(),
+            result.finish_reason,
+            uid=task.uid,
+        )
+        return Score(score.total, score.parts)
+
+
+async def build_host(
+    config: Config, model_path: str, folder: Path, cores: Sequence[int]
+) -> tuple[RolloutHost, Callable[[], Awaitable[None]]]:
+    """A started engine with its rollout host, and what closes both.
+
+    Reward functions are looked up from ``folder``. ``cores`` are those that reward workers may use;
+    the engine itself may be pinned to fewer.
+    """
+    rewards = RewardPool(
+        config.reward.functions,
+        workers=config.reward.workers,
+        timeout_s=config.reward.timeout_s,
+        folder=folder,
+        cores=cores,
+    )
+    engine = _engine(config, model_path)
+    tokenizer, _, _ = await asyncio.gather(
+        asyncio.to_thread(_tokenizer, config, model_path), engine.start(), rewards.start()
+    )
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    async def close() -> None:
+        await asyncio.gather(engine.close(), rewards.close())
+
+    return RolloutHost(engine, PoolScorer(rewards), decode), close
+
+
+def _engine(config: Config, model_path: str) -> Generator:
+    from asyncrl.generators.torch_engine import TorchEngine
+    from asyncrl.generators.torch_generator import TorchGenerator
+
+    settings = config.generators
+    return TorchGenerator(
+        TorchEngine(
+            model_path,
+            slots=settings.slots,
+            max_sequence=longest_sequence(config),
+            dtype=config.model.dtype,
+            device=settings.device,
+            deterministic=config.run.deterministic,
+            threads=settings.threads,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    )
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest prompt with the longest answer, evaluation included."""
+    answer = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+    return config.data.max_prompt_tokens + answer
+
+
+def _tokenizer(config: Config, model_path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path, trust_remote_code=config.model.trust_remote_code)

@@ -1,0 +1,45 @@
+"""A replica in the controller's own process: for scripted engines, simulation and tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
+from asyncrl.rollout import GroupRequest, RolloutHost
+from asyncrl.types import GroupMeta
+from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
+
+
+class LocalReplica:
+    """A ``Replica`` over a ``RolloutHost`` that runs on the same event loop.
+
+    Not for engines that compute: they would stop the loop that decides.
+    """
+
+    def __init__(self, name: str, host: RolloutHost) -> None:
+        self.name = name
+        self._host = host
+
+    async def start(self) -> None:
+        await self._host.engine.start()
+
+    async def run_group(self, request: GroupRequest) -> tuple[GroupMeta, Any]:
+        return await self._host.run_group(request)
+
+    async def ping(self) -> None:
+        """A replica in this process answers as long as the process runs."""
+
+    async def join(self, spec: PushGroupSpec) -> None:
+        await self._host.engine.join(spec)
+
+    async def receive(self, version: int) -> None:
+        await self._host.engine.receive(version)
+
+    async def swap(self, version: int, *, in_flight: bool, kv: KVAfterSwap) -> WeightEcho:
+        return await self._host.engine.swap(version, in_flight=in_flight, kv=kv)
+
+    async def statistics(self) -> GeneratorStatistics:
+        return self._host.engine.statistics()
+
+    async def close(self) -> None:
+        await self._host.engine.close()

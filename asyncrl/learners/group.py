@@ -1,0 +1,205 @@
+"""All learner ranks together: a Ray actor a rank, and the ``Learner`` that the controller awaits.
+
+Invariants:
+- Every rank gets the same calls in the same order; a rank that fails fails the call.
+- A rank fetches the payloads of its own groups only, resolved by Ray in the rank's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from asyncrl.config import Config
+from asyncrl.errors import LearnerError, StalenessError
+from asyncrl.learners.base import LearnerInfo, PushReport, RankStep, StepResult, TrainSample
+from asyncrl.learners.packing import RankPlan, plan_step
+from asyncrl.placement import actor_options, pin_process
+from asyncrl.queues.codec import checksum, decode_group
+from asyncrl.types import Batch, group_lag
+from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec, plan_buckets
+
+
+class LearnerActor:
+    """A thin shell around one ``LearnerRank``."""
+
+    def __init__(
+        self, config: Config, model_path: str, rank: int, host: str, cores: tuple[int, ...] | None
+    ) -> None:
+        pin_process(cores)
+        self._config = config
+        self._model_path = model_path
+        self._rank = rank
+        self._host = host
+        self._learner: Any = None
+        self._store: Any = None
+        self._group: Any = None
+        self._buckets: list[list[TensorSpec]] = []
+
+    def free_port(self) -> int:
+        with socket.create_server((self._host, 0)) as listener:
+            return int(listener.getsockname()[1])
+
+    def start(self, port: int) -> LearnerInfo:
+        from asyncrl.learners.build import build_rank
+        from asyncrl.weight_sync.broadcast import create_store
+
+        self._learner = build_rank(self._config, self._model_path, self._rank, self._host, port)
+        info: LearnerInfo = self._learner.start()
+        if self._rank != 0:
+            return info
+        self._store = create_store(self._host, self._config.weight_sync.timeout_s)
+        return LearnerInfo(info.manifest, info.parameters, (self._host, self._store.port))
+
+    def step(
+        self, version: int, plan: RankPlan, advantages: list[tuple[float, ...]], *payloads: bytes
+    ) -> StepResult:
+        samples: list[TrainSample] = []
+        for expected, weights, payload in zip(plan.checksums, advantages, payloads, strict=True):
+            found = checksum(payload)
+            if found != expected:
+                raise LearnerError(f"a group arrived with checksum {found:#x}, expected {expected:#x}")
+            group = decode_group(payload)
+            samples += [
+                TrainSample(group.ordinal, trajectory, advantage)
+                for trajectory, advantage in zip(group.trajectories, weights, strict=True)
+            ]
+        share = RankStep(version, tuple(samples), plan.micro_batches, plan.loss_tokens, plan.sequences)
+        result: StepResult = self._learner.step(share)
+        return result
+
+    def open_push_group(self, spec: PushGroupSpec) -> None:
+        """Rank 0 joins the group; the others learn in which order buckets are gathered."""
+        from asyncrl.weight_sync.broadcast import PushGroup
+
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        self._buckets = plan_buckets(spec.manifest, spec.bucket_bytes)
+        if self._rank == 0:
+            self._group = PushGroup(spec, self._store)
+
+    def push(self, version: int) -> PushReport | None:
+        """Rank 0 sends; with ZeRO-3 the others take part in gathering each bucket."""
+        start = time.perf_counter()
+        if self._rank != 0:
+            for bucket in self._buckets:
+                self._learner.gather_bucket(bucket)
+            return None
+        sent, nbytes = self._group.send(version, self._learner.gather_bucket)
+        return PushReport(version, sent, nbytes, time.perf_counter() - start)
+
+    def checksum(self) -> str:
+        result: str = self._learner.checksum()
+        return result
+
+    def export(self, folder: str) -> None:
+        self._learner.export(Path(folder))
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._learner.close()
+
+
+_RemoteLearner: Any = ray.remote(LearnerActor)
+
+
+class RayLearner:
+    """The ranks as one ``Learner``. Deaths and timeouts of a rank are LearnerErrors."""
+
+    def __init__(
+        self,
+        config: Config,
+        model_path: str,
+        *,
+        host: str,
+        cores: list[tuple[int, ...] | None],
+        gpus: int,
+    ) -> None:
+        self._config = config
+        self._host = host
+        self._ranks = [
+            _RemoteLearner.options(**actor_options(gpus)).remote(config, model_path, rank, host, cores[rank])
+            for rank in range(config.learner.ranks)
+        ]
+
+    async def start(self) -> LearnerInfo:
+        timeout_s = self._config.learner.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                port = await self._call(self._ranks[0].free_port.remote(), 0)
+                infos = await self._all("start", port)
+        except TimeoutError:
+            raise LearnerError(
+                f"{len(self._ranks)} ranks did not start in learner.start_timeout_s = {timeout_s:g} s"
+            ) from None
+        info: LearnerInfo = infos[0]
+        return info
+
+    async def step(self, batch: Batch) -> StepResult:
+        self._check_staleness(batch)
+        plans = plan_step(batch, len(self._ranks), self._config.learner.micro_batch_tokens)
+        calls = []
+        for rank, (actor, plan) in enumerate(zip(self._ranks, plans, strict=True)):
+            items = [batch.items[i] for i in plan.items]
+            advantages = [item.advantages for item in items]
+            # As arguments of their own, so that Ray resolves them in the rank's process.
+            payloads = [item.payload for item in items]
+            calls.append(self._call(actor.step.remote(batch.version, plan, advantages, *payloads), rank))
+        results = await asyncio.gather(*calls)
+        result: StepResult = results[0]
+        return result
+
+    async def open_push_group(self, spec: PushGroupSpec) -> None:
+        await self._all("open_push_group", spec)
+
+    async def push(self, version: int) -> PushReport:
+        reports = await self._all("push", version)
+        report: PushReport = reports[0]
+        return report
+
+    async def checksum(self) -> str:
+        sums = await self._all("checksum")
+        return str(sums[0])
+
+    async def export(self, folder: Path) -> None:
+        await self._all("export", str(folder))
+
+    async def close(self) -> None:
+        try:
+            async with asyncio.timeout(10):
+                await self._all("close")
+        finally:
+            for actor in self._ranks:
+                ray.kill(actor)
+
+    def _check_staleness(self, batch: Batch) -> None:
+        bound = self._config.schedule.max_staleness
+        for item in batch.items:
+            lag = group_lag(batch.version, item.meta)
+            if lag is not None and lag > bound:
+                raise StalenessError(
+                    f"{item.meta.uid} (ordinal {item.meta.ordinal}) has lag {lag} in the update of version "
+                    f"{batch.version}, schedule.max_staleness = {bound}"
+                )
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        calls = (
+            self._call(getattr(actor, method).remote(*args), rank) for rank, actor in enumerate(self._ranks)
+        )
+        return await asyncio.gather(*calls)
+
+    async def _call(self, ref: Any, rank: int) -> Any:
+        try:
+            return await ref
+        except RayActorError as error:
+            raise LearnerError(f"learner rank {rank} died: {error}") from error
+        except RayTaskError as error:
+            raise error.as_instanceof_cause() from None

@@ -1,0 +1,127 @@
+"""The metrics of one step, under the names that people know from verl.
+
+Invariants:
+- Everything here is computed from scalars (metas, counts, timings); no tensor is touched.
+- ``staleness/*`` uses ``types.group_lag``, as admission and the learner do.
+- A figure that does not exist for a step is left out, never made up.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.generators.base import GeneratorStatistics
+from asyncrl.types import GroupMeta, Metrics, TrajectoryMeta, group_lag
+
+
+@dataclass(slots=True)
+class PhaseTimes:
+    """Seconds that one step spent, by phase; cleared for the next."""
+
+    wait_for_batch: float = 0.0
+    """The learner waited for rollouts."""
+    wait_for_policy: float = 0.0
+    """No rollout ran, because the budget admitted none."""
+    train: float = 0.0
+    weight_sync: float = 0.0
+    weight_pause: float = 0.0
+    """Longest standstill of a generator for the swap."""
+    eval: float = 0.0
+    """A push waited for an evaluation to end."""
+
+    def metrics(self, step_s: float) -> Metrics:
+        named = {f"timing_s/{name}": getattr(self, name) for name in self.__slots__}
+        return {"timing_s/step": step_s, **named}
+
+
+@dataclass(slots=True)
+class LengthBias:
+    """Mean length of trained answers over that of all finished ones, since the start."""
+
+    trained_tokens: int = 0
+    trained: int = 0
+    finished_tokens: int = 0
+    finished: int = 0
+
+    def add_finished(self, meta: GroupMeta) -> None:
+        self.finished += len(meta.trajectories)
+        self.finished_tokens += sum(t.response_tokens for t in meta.trajectories)
+
+    def add_trained(self, metas: Sequence[GroupMeta]) -> None:
+        self.trained += sum(len(meta.trajectories) for meta in metas)
+        self.trained_tokens += sum(t.response_tokens for meta in metas for t in meta.trajectories)
+
+    def metrics(self) -> Metrics:
+        if not self.trained_tokens or not self.finished_tokens:
+            return {}
+        ratio = (self.trained_tokens / self.trained) / (self.finished_tokens / self.finished)
+        return {"bias/length_trained_over_dispatched": ratio}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Nearest-rank percentile of a non-empty sequence."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def batch_metrics(version: int, metas: Sequence[GroupMeta]) -> Metrics:
+    """Rewards, lengths and lags of the groups that the step ``version`` -> ``version + 1`` trains."""
+    trajectories: list[TrajectoryMeta] = [t for meta in metas for t in meta.trajectories]
+    rewards = [t.reward for t in trajectories]
+    lengths = [t.response_tokens for t in trajectories]
+    lags = [lag for meta in metas if (lag := group_lag(version, meta)) is not None]
+    metrics: Metrics = {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/max": max(rewards),
+        "reward/min": min(rewards),
+        "response_length/mean": statistics.fmean(lengths),
+        "response_length/max": float(max(lengths)),
+        "response_length/clip_ratio": statistics.fmean(t.finish_reason == "length" for t in trajectories),
+        "reward/zero_variance_groups": statistics.fmean(len(set(meta.rewards)) == 1 for meta in metas),
+    }
+    names = {name for t in trajectories for name in t.rewards}
+    if len(names) > 1:
+        for name in sorted(names):
+            values = [t.rewards[name] for t in trajectories if name in t.rewards]
+            metrics[f"reward/{name}_mean"] = statistics.fmean(values)
+    if lags:
+        metrics["staleness/mean"] = statistics.fmean(lags)
+        metrics["staleness/p95"] = float(percentile(lags, 0.95))
+        metrics["staleness/max"] = float(max(lags))
+    return metrics
+
+
+def throughput_metrics(metas: Sequence[GroupMeta], step_s: float, train_s: float) -> Metrics:
+    """Trained tokens (loss_mask 1) and samples a second of wall time."""
+    if step_s <= 0:
+        return {}
+    return {
+        "perf/tokens_per_s": sum(meta.loss_tokens for meta in metas) / step_s,
+        "perf/samples_per_s": sum(len(meta.trajectories) for meta in metas) / step_s,
+        "perf/learner_busy": train_s / step_s,
+    }
+
+
+@dataclass(slots=True)
+class GeneratorUse:
+    """Turns the generators' counters into shares of the last step."""
+
+    slots: int
+    _before: list[GeneratorStatistics] = field(default_factory=list)
+
+    def metrics(self, now: list[GeneratorStatistics], step_s: float) -> Metrics:
+        before, self._before = self._before, now
+        if len(before) != len(now) or not now or step_s <= 0:
+            return {}  # the first step, or a replica came or went: no difference to take
+        busy = sum(n.busy_s - b.busy_s for n, b in zip(now, before, strict=True)) / len(now)
+        slot = sum(n.slot_s - b.slot_s for n, b in zip(now, before, strict=True)) / len(now)
+        sampled = sum(n.tokens - b.tokens for n, b in zip(now, before, strict=True))
+        return {
+            "perf/generator_busy": busy / step_s,
+            "generator/occupancy": slot / (self.slots * step_s),
+            "generator/tokens_per_s": sampled / step_s,
+        }

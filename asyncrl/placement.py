@@ -1,0 +1,120 @@
+"""Where the actors run: the Ray session, what the run needs of it, and cores to pin to.
+
+Invariants:
+- What is asked for is compared with what there is before any actor is created: Ray itself would
+  leave an actor pending for ever, silently.
+- Actors are pinned by us, not by Ray, which counts cores but does not bind to them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.errors import PlacementError
+
+log = logging.getLogger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Resources of the two sides."""
+
+    generator_gpus: int
+    """GPUs of each generator replica."""
+    learner_gpus: int
+    """GPUs of each learner rank."""
+    host: str
+    """Address that process groups meet on."""
+
+    @property
+    def push_backend(self) -> str:
+        return "nccl" if self.generator_gpus and self.learner_gpus else "gloo"
+
+
+def open_session(config: Config) -> Placement:
+    """Start or join Ray, and check that it has what ``config`` asks for. Raises PlacementError."""
+    import ray
+
+    address = config.placement.address
+    # Workers inherit these: one session, no usage reports, no colours in logs.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address is None:
+        ray.init(
+            address="local",
+            _node_ip_address=_LOOPBACK,
+            include_dashboard=False,
+            log_to_driver=True,
+            logging_level=logging.WARNING,
+            configure_logging=False,
+        )
+        host = _LOOPBACK
+    else:
+        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING, configure_logging=False)
+        host = ray.util.get_node_ip_address()
+    resources = ray.cluster_resources()
+    gpus = int(resources.get("GPU", 0))
+    placement = Placement(
+        generator_gpus=int(_wants_gpu(config.generators.device, gpus)),
+        learner_gpus=int(_wants_gpu(config.learner.device, gpus)),
+        host=host,
+    )
+    needed = (
+        placement.generator_gpus * config.generators.replicas + placement.learner_gpus * config.learner.ranks
+    )
+    if needed > gpus:
+        raise PlacementError(
+            f"{config.generators.replicas} generator replicas and {config.learner.ranks} learner ranks need "
+            f"{needed} GPUs, the cluster has {gpus}; lower generators.replicas or learner.ranks, or set "
+            f"generators.device or learner.device to cpu"
+        )
+    return placement
+
+
+def close_session() -> None:
+    """Leave Ray; a session that we started ends with all its processes."""
+    import ray
+
+    ray.shutdown()
+
+
+def fetch_payloads(references: Sequence[Any]) -> list[bytes]:
+    """The bytes behind object references; blocks, so never on the event loop."""
+    import ray
+
+    payloads: list[bytes] = ray.get(list(references))
+    return payloads
+
+
+def deal_cores(cores: Sequence[int] | None, members: int) -> list[tuple[int, ...] | None]:
+    """Deal cores out to members in turn; with fewer cores than members, they share."""
+    if not cores:
+        return [None] * members
+    if len(cores) < members:
+        return [(cores[i % len(cores)],) for i in range(members)]
+    return [tuple(cores[i::members]) for i in range(members)]
+
+
+def pin_process(cores: Sequence[int] | None) -> None:
+    """Bind every thread of this process, and those that it starts later, to ``cores``."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
+
+
+def actor_options(gpus: int) -> dict[str, Any]:
+    """Ray options of an actor: no CPUs are counted, since pinning is ours."""
+    return {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0}
+
+
+def _wants_gpu(device: str, gpus: int) -> bool:
+    return device == "cuda" or (device == "auto" and gpus > 0)

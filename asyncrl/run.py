@@ -1,0 +1,272 @@
+"""``asyncrl train``: put the parts of a run together, run it, and leave nothing behind.
+
+Invariants:
+- Config and data errors come before any model is loaded, and exit with 2.
+- The first SIGINT or SIGTERM ends the run after the running update; the second ends it now.
+- However a run ends, its actors and worker processes end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+
+from asyncrl.check import validate
+from asyncrl.config import Config
+from asyncrl.controller import Controller, Summary
+from asyncrl.display import Display, lag, make_display
+from asyncrl.errors import UsageError
+from asyncrl.evaluation import Evaluator
+from asyncrl.generators.pool import GeneratorPool
+from asyncrl.learners.base import Learner
+from asyncrl.ledger import Retired
+from asyncrl.run_folder import RunFolder, claim
+from asyncrl.types import Metrics, ReadyGroup
+from asyncrl.weight_sync.publish import WeightPublisher
+
+if TYPE_CHECKING:
+    from asyncrl.data import Prompts
+    from asyncrl.placement import Placement
+
+log = logging.getLogger(__name__)
+
+_EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+
+
+class RunObserver:
+    """Sends what the controller reports to the run's folder and to the display."""
+
+    def __init__(self, folder: RunFolder, display: Display) -> None:
+        self._folder = folder
+        self._display = display
+
+    def retired(self, retired: Retired) -> None:
+        self._folder.retired(retired)
+
+    def stepped(self, record: Metrics) -> None:
+        self._folder.check()
+        self._display.step(record)
+
+    def evaluated(self, result: Metrics) -> None:
+        self._display.evaluation(result)
+
+    def recorded(self, record: Metrics) -> None:
+        self._folder.metrics(record)
+
+    def trained(self, step: int, groups: Sequence[ReadyGroup]) -> None:
+        self._folder.trained(step, groups)
+
+    def phase(self, name: str) -> None:
+        self._display.phase(name)
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything that one run is made of."""
+
+    controller: Controller
+    pool: GeneratorPool
+    learner: Learner
+    display: Display
+    files: RunFolder
+
+
+def train(config: Config) -> int:
+    """Run the config to its end; returns the exit code. Raises UsageError for what the user can fix."""
+    console = Console(stderr=True)
+    set_up_logging(console)
+    validate(config)
+    folder = claim(config)
+    model_path = resolve_model(config, console)
+    prompts = open_prompts(config, model_path)
+    log.info("%s", prompts.report)
+    from asyncrl.placement import close_session, open_session
+
+    try:
+        placement = open_session(config)
+        parts = build(config, model_path, prompts, placement, folder, console)
+        try:
+            summary = asyncio.run(_run(parts))
+        finally:
+            parts.display.close()
+            parts.files.close()
+    except UsageError:
+        raise
+    except KeyboardInterrupt:
+        log.warning("interrupted before training began")
+        return 130
+    except Exception as error:
+        log.error("the run failed", exc_info=root_cause(error))
+        return 1
+    finally:
+        close_session()
+    print_summary(console, config, folder, summary)
+    return _EXIT_CODES.get(summary.stopped_by or "", 0)
+
+
+def resolve_model(config: Config, console: Console) -> str:
+    """The folder or hub name of the model; a small one is made on first use."""
+    path = config.model.path
+    if path is not None:
+        # Actors have a working folder of their own.
+        return str(Path(path).resolve()) if Path(path).exists() else path
+    from asyncrl.models import ensure_model, show_progress
+
+    with show_progress(console) as progress:
+        return str(ensure_model(config, progress).resolve())
+
+
+def open_prompts(config: Config, model_path: str) -> Prompts:
+    """The run's training stream and held-out tasks."""
+    from transformers import AutoTokenizer
+
+    from asyncrl.data import load_prompts
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=config.model.trust_remote_code)
+    return load_prompts(config, tokenizer)
+
+
+def build(
+    config: Config,
+    model_path: str,
+    prompts: Prompts,
+    placement: Placement,
+    folder: Path,
+    console: Console,
+) -> Parts:
+    """Create the actors and the controller over them; nothing runs yet."""
+    from asyncrl.generators.actor import RayReplica
+    from asyncrl.learners.group import RayLearner
+    from asyncrl.placement import deal_cores, fetch_payloads
+
+    generators, learner_config = config.generators, config.learner
+    display = make_display(config, console)
+    files = RunFolder(
+        folder,
+        resolve=fetch_payloads,
+        rollouts_every=config.log.rollouts_every,
+        tensorboard="tensorboard" in config.log.trackers,
+    )
+    cores = deal_cores(generators.cpu_cores, generators.replicas)
+    pool = GeneratorPool(
+        [
+            RayReplica(f"generator {i}", config, model_path, cores=cores[i], gpus=placement.generator_gpus)
+            for i in range(generators.replicas)
+        ]
+    )
+    learner = RayLearner(
+        config,
+        model_path,
+        host=placement.host,
+        cores=deal_cores(learner_config.cpu_cores, learner_config.ranks),
+        gpus=placement.learner_gpus,
+    )
+    sync = config.weight_sync
+    publisher = WeightPublisher(
+        learner,
+        pool,
+        backend=placement.push_backend if sync.backend == "auto" else sync.backend,
+        bucket_bytes=int(sync.bucket_mb * 2**20),
+        timeout_s=sync.timeout_s,
+        in_flight=config.schedule.in_flight_updates,
+        kv=config.schedule.kv_after_swap,
+    )
+    controller = Controller(
+        config,
+        prompts.train,
+        pool,
+        learner,
+        publisher,
+        Evaluator(pool, prompts.eval, config),
+        RunObserver(files, display),
+        export_to=folder / "checkpoints" / "final" / "hf",
+    )
+    return Parts(controller, pool, learner, display, files)
+
+
+async def _run(parts: Parts) -> Summary:
+    loop = asyncio.get_running_loop()
+    received: list[signal.Signals] = []
+
+    def on_signal(number: signal.Signals) -> None:
+        received.append(number)
+        if len(received) > 1:
+            log.warning("%s again: ending now", number.name)
+            _kill_children()
+            os._exit(128 + number)
+        parts.controller.request_stop(number.name)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        return await parts.controller.run()
+    finally:
+        await asyncio.gather(parts.pool.close(), parts.learner.close(), return_exceptions=True)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The one exception inside nested groups of one; else the group itself."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def set_up_logging(console: Console) -> None:
+    """Log through ``console``, so that lines and the live display do not overwrite each other."""
+    if console.is_terminal:
+        handler: logging.Handler = RichHandler(console=console, show_path=False, rich_tracebacks=False)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    root = logging.getLogger("asyncrl")
+    root.handlers = [handler]
+    root.setLevel(logging.INFO)
+    root.propagate = False
+
+
+def print_summary(console: Console, config: Config, folder: Path, summary: Summary) -> None:
+    """How the run ended, and where everything is."""
+    table = Table(
+        title=f"{config.run.name}: {summary.steps} steps in {summary.wall_s:.0f} s", show_header=False
+    )
+    if summary.stopped_by:
+        table.add_row("stopped by", summary.stopped_by)
+    before, after = summary.eval_before, summary.eval_after
+    if before and after:
+        was, now = before["eval/reward_mean"], after["eval/reward_mean"]
+        table.add_row("eval reward before", f"{was:.3f}")
+        table.add_row("eval reward after", f"{now:.3f}  ({now - was:+.3f})")
+    if "staleness/max" in summary.last:
+        table.add_row("lag of the last step", lag(summary.last, config.schedule.max_staleness))
+        table.add_row("last step", f"{summary.last['perf/tokens_per_s']:,.0f} trained tokens/s")
+    counts = summary.counts
+    table.add_row(
+        "groups",
+        ", ".join(f"{counts[state]} {state}" for state in ("trained", "filtered", "dropped", "failed")),
+    )
+    if summary.checksum:
+        table.add_row("model checksum", summary.checksum)
+    table.add_row("folder", str(folder))
+    console.print(table)
+
+
+def _kill_children() -> None:
+    """SIGKILL every process below this one."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()

@@ -1,0 +1,121 @@
+"""A run's folder: config.yaml, metrics.jsonl, ledger.jsonl, rollouts/ and tb/, written off the loop.
+
+Invariants:
+- Everything is written by one thread in the order in which it was handed over; the event loop never
+  waits for a disk.
+- A failed write ends the run: ``check`` and ``close`` raise it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TextIO
+
+from asyncrl.config import Config
+from asyncrl.config_load import dump_config
+from asyncrl.errors import ConfigError
+from asyncrl.ledger import Retired
+from asyncrl.queues.codec import append_record
+from asyncrl.types import Metrics, ReadyGroup
+
+
+def claim(config: Config) -> Path:
+    """Make the folder of a new run, or say why it cannot be had. Raises ConfigError."""
+    folder = Path(config.run.dir) / config.run.name
+    if (folder / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"{folder} holds another run's metrics.jsonl; choose another run.name, or delete the folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder {folder} cannot be written: {error.strerror}; set run.dir to one that can"
+        ) from error
+    return folder
+
+
+class RunFolder:
+    """Writes what the controller reports."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        resolve: Callable[[Sequence[Any]], list[bytes]],
+        rollouts_every: int,
+        tensorboard: bool,
+    ) -> None:
+        self.folder = folder
+        self._resolve = resolve
+        self._rollouts_every = rollouts_every
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="run folder")
+        self._metrics: TextIO = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._ledger: TextIO = (folder / "ledger.jsonl").open("a", encoding="utf-8")
+        self._board: Any = None
+        self._failure: BaseException | None = None
+        if tensorboard:
+            self._submit(self._open_board)
+
+    def metrics(self, record: Metrics) -> None:
+        """A line of metrics.jsonl, on disk once the thread got to it."""
+        self._submit(self._write_metrics, dict(record))
+
+    def retired(self, retired: Retired) -> None:
+        """A line of ledger.jsonl."""
+        self._submit(self._ledger.write, json.dumps(retired.as_json()) + "\n")
+
+    def trained(self, step: int, groups: Sequence[ReadyGroup]) -> None:
+        """Keep the groups of each ``log.rollouts_every``-th step in ``rollouts/``."""
+        if self._rollouts_every and step % self._rollouts_every == 0:
+            self._submit(self._write_rollouts, step, [group.payload for group in groups])
+
+    def check(self) -> None:
+        """Raise the first failed write, if there was one."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Write out what is left. Raises the first failed write."""
+        self._submit(self._ledger.close)
+        self._submit(self._metrics.close)
+        if self._board is not None:
+            self._submit(self._board.close)
+        self._thread.shutdown(wait=True)
+        self.check()
+
+    def _submit(self, write: Callable[..., object], *args: object) -> None:
+        self._thread.submit(write, *args).add_done_callback(self._note_failure)
+
+    def _note_failure(self, done: Future[object]) -> None:
+        if self._failure is None:
+            self._failure = done.exception()
+
+    def _write_metrics(self, record: Mapping[str, Any]) -> None:
+        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.flush()
+        self._ledger.flush()
+        if self._board is not None:
+            step = int(record["step"])
+            for name, value in record.items():
+                if isinstance(value, float | int) and name not in ("step", "time"):
+                    self._board.add_scalar(name, value, step)
+
+    def _open_board(self) -> None:
+        from asyncrl.tracking import ScalarBoard
+
+        self._board = ScalarBoard(self.folder / "tb")
+
+    def _write_rollouts(self, step: int, payloads: Sequence[Any]) -> None:
+        folder = self.folder / "rollouts"
+        folder.mkdir(exist_ok=True)
+        part = folder / f"step_{step:06d}.msgpack.part"
+        with part.open("wb") as file:
+            for payload in self._resolve(payloads):
+                append_record(file, payload)
+        os.replace(part, part.with_suffix(""))

@@ -1,0 +1,178 @@
+"""Bucketed broadcast of weights from learner rank 0 to every generator worker, over nccl or gloo.
+
+The process group is built by hand from a ``TCPStore``, because DeepSpeed and vLLM each own the
+default group of their process and ``new_group`` cannot span them.
+
+Invariants:
+- One code path: the backend is a string, and tensors live where the backend needs them.
+- Each push starts with a header (magic, version, number of buckets), so that a receiver that is out
+  of step fails with both versions named instead of filling its weights with the wrong bytes.
+- Sender and receiver each hold two buckets at most: one on the wire, one being packed or unpacked.
+- All calls block and belong in a thread; each is bounded by the group's timeout.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec, plan_buckets
+from asyncrl.weight_sync.verify import ChecksumBuilder
+
+# The stores and process groups are public in the documentation, but not in the type stubs.
+dist: Any = torch.distributed
+
+_MAGIC = 0x61737263726C
+
+
+def create_store(host: str, timeout_s: float) -> Any:
+    """The meeting point of push groups, on a free port of ``host``; lives as long as the object."""
+    # Bound by us to that one address: left to itself the store listens on every interface.
+    listener = socket.create_server((host, 0))
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )
+
+
+def connect_store(spec: PushGroupSpec) -> Any:
+    """Join the store that learner rank 0 serves."""
+    timeout = timedelta(seconds=spec.timeout_s)
+    return dist.TCPStore(spec.host, spec.port, is_master=False, timeout=timeout)
+
+
+class PushGroup:
+    """A process group of one sender (rank 0) and its receivers."""
+
+    def __init__(self, spec: PushGroupSpec, store: Any = None) -> None:
+        self.spec = spec
+        self.buckets = plan_buckets(spec.manifest, spec.bucket_bytes)
+        with _as_weight_sync_error(f"joining push group {spec.prefix!r} as rank {spec.rank}"):
+            # Kept: the group uses the store as long as it lives.
+            self._store = store if store is not None else connect_store(spec)
+            prefixed = dist.PrefixStore(spec.prefix, self._store)
+            self._group: Any = _create_group(prefixed, spec)
+            self.device = torch.device("cuda" if spec.backend == "nccl" else "cpu")
+            if spec.world_size > 1:
+                self._broadcast(torch.zeros(1, device=self.device)).wait()
+
+    def send(self, version: int, gather: Callable[[Sequence[TensorSpec]], torch.Tensor]) -> tuple[str, int]:
+        """Broadcast all buckets; ``gather`` returns one bucket's tensors as one flat tensor.
+
+        Returns the checksum of what was sent and its bytes. Raises WeightSyncError.
+        """
+        checksum, nbytes = ChecksumBuilder(), 0
+        with _as_weight_sync_error(f"sending version {version} in push group {self.spec.prefix!r}"):
+            header = torch.tensor([_MAGIC, version, len(self.buckets)], device=self.device)
+            pending = [self._broadcast(header)]
+            for bucket in self.buckets:
+                flat = gather(bucket).to(self.device)
+                # The bucket before this one was on the wire while this one was gathered.
+                _wait_all(pending)
+                pending = [self._broadcast(flat)]
+                for name, tensor in _split(flat, bucket):
+                    checksum.add(name, tensor)
+                nbytes += flat.numel() * flat.element_size()
+            _wait_all(pending)
+        return checksum.hexdigest(), nbytes
+
+    def receive(self, version: int, staging: Mapping[str, torch.Tensor]) -> str:
+        """Fill ``staging`` (tensors by name) with ``version``'s weights; returns their checksum.
+
+        Raises WeightSyncError when the group fails or the sender sends another version.
+        """
+        checksum = ChecksumBuilder()
+        with _as_weight_sync_error(f"receiving version {version} in push group {self.spec.prefix!r}"):
+            header = torch.zeros(3, dtype=torch.int64, device=self.device)
+            self._broadcast(header).wait()
+            found = header.tolist()
+            expected = [_MAGIC, version, len(self.buckets)]
+            if found != expected:
+                raise WeightSyncError(
+                    f"out of step: the sender announced version {found[1]} in {found[2]} buckets, "
+                    f"expected version {version} in {len(self.buckets)} buckets"
+                )
+            arriving = self._post(0)
+            for i, bucket in enumerate(self.buckets):
+                flat, work = arriving
+                work.wait()
+                if i + 1 < len(self.buckets):
+                    arriving = self._post(i + 1)
+                for name, tensor in _split(flat, bucket):
+                    target = staging[name]
+                    target.copy_(tensor)
+                    checksum.add(name, target)
+        return checksum.hexdigest()
+
+    def close(self) -> None:
+        """Leave the group. Safe to call when peers are already gone."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None  # its sockets close with the last reference
+
+    def _post(self, index: int) -> tuple[torch.Tensor, Any]:
+        bucket = self.buckets[index]
+        numel = sum(spec.numel for spec in bucket)
+        flat = torch.empty(numel, dtype=getattr(torch, bucket[0].dtype), device=self.device)
+        return flat, self._broadcast(flat)
+
+    def _broadcast(self, tensor: torch.Tensor) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        return self._group.broadcast([tensor], options)
+
+
+def _create_group(store: Any, spec: PushGroupSpec) -> Any:
+    timeout = timedelta(seconds=spec.timeout_s)
+    if spec.backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, spec.rank, spec.world_size, options)
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._timeout = timeout
+    # Bound to the interface that the store is reached on: loopback stays loopback.
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(spec.host))]
+    return dist.ProcessGroupGloo(store, spec.rank, spec.world_size, gloo)
+
+
+def _own_address(peer: str) -> str:
+    """This machine's address on the route to ``peer``; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return str(probe.getsockname()[0])
+
+
+def _wait_all(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _split(flat: torch.Tensor, bucket: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    offset = 0
+    for spec in bucket:
+        yield spec.name, flat[offset : offset + spec.numel].view(spec.shape)
+        offset += spec.numel
+
+
+@contextmanager
+def _as_weight_sync_error(doing: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except (RuntimeError, dist.DistError) as error:
+        raise WeightSyncError(f"{doing} failed after {time.perf_counter() - start:.1f} s: {error}") from error
