@@ -224,7 +224,8 @@ class RewardSection(Section):
     functions: tuple[RewardFunctionSection, ...] = Field(min_length=1)
     """Reward functions; their weighted sum is the reward. A plain string is taken as a path."""
     timeout_s: PositiveFloat = 10.0
-    """Seconds that one call may take before its process is killed and replaced."""
+    """Seconds that scoring one answer may take (each async function: that it may take) before the
+    process that does it is killed and replaced."""
     on_error: Literal["fail", "drop"] = "fail"
     """``fail``: the whole group fails, counted. ``drop``: that sample alone. Never 0.0."""
     workers: PositiveInt = 1
