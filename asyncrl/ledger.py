@@ -123,18 +123,24 @@ class Ledger:
 
         LedgerError if the frontier contradicts itself.
         """
-        retired = frontier.lowest + len(frontier.retired_above)
+        above = set(frontier.retired_above)
+        retired = frontier.lowest + len(above)
         counted = sum(frontier.final_counts.values())
-        if retired != counted or any(ordinal <= frontier.lowest for ordinal in frontier.retired_above):
+        if (
+            retired != counted
+            or len(above) != len(frontier.retired_above)
+            or min(above, default=frontier.lowest + 1) <= frontier.lowest
+            or not set(frontier.final_counts) <= set(FINAL_STATES)
+        ):
             raise LedgerError(
-                f"a frontier at ordinal {frontier.lowest} with {len(frontier.retired_above)} retired above it"
-                f" has {retired} retired ordinals, but counts {counted} in {frontier.final_counts}"
+                f"a frontier at ordinal {frontier.lowest} with {frontier.retired_above} retired above it"
+                f" should count {retired} retired ordinals, but counts {counted} in {frontier.final_counts}"
             )
         ledger = cls(sink)
         ledger._counts.update(frontier.final_counts)
         ledger._submitted = counted
         ledger._next = ledger._lowest = frontier.lowest
-        ledger._retired_above = set(frontier.retired_above)
+        ledger._retired_above = above
         return ledger
 
     @property
@@ -219,8 +225,8 @@ class Ledger:
         known = self._lowest + len(self._retired_above)
         if self._submitted != accounted or retired != known:
             raise LedgerError(
-                f"{self._submitted} ordinals were submitted, but {accounted} are accounted for; {retired} were"
-                f" retired, and the frontier knows {known}: {self.counts()}"
+                f"{self._submitted} ordinals were submitted, but {accounted} are accounted for; {retired}"
+                f" were retired, and the frontier knows {known}: {self.counts()}"
             )
 
     def counts(self) -> dict[str, int]:

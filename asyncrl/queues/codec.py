@@ -51,6 +51,7 @@ _COLUMNS: Final = {"prompt_ids": "<i4", **_RESPONSE_COLUMNS}
 
 def encode_group(group: Group) -> bytes:
     """One record. CodecError if the group breaks an invariant; nothing is cast silently."""
+    start_version = _integer(group.start_version, "start_version")
     for trajectory in group.trajectories:
         _check_arrays(trajectory)
     columns = {
@@ -58,12 +59,12 @@ def encode_group(group: Group) -> bytes:
         for name, dtype in _COLUMNS.items()
     }
     lengths = [len(t.token_ids) for t in group.trajectories]
-    _check_columns(columns, lengths, group.start_version)
+    _check_columns(columns, lengths, start_version)
     heads = [_encode_head(trajectory) for trajectory in group.trajectories]
     body = {
         "ordinal": _integer(group.ordinal, "ordinal"),
         "uid": _text(group.uid, "uid"),
-        "start_version": _integer(group.start_version, "start_version"),
+        "start_version": start_version,
         "trajectories": heads,
         "columns": {name: [_COLUMNS[name], len(a), a.view(np.uint8).data] for name, a in columns.items()},
     }

@@ -365,13 +365,8 @@ def run_schedule(
     budget_cls: type[StalenessBudget] = StalenessBudget,
     queue_cls: type[ExperienceQueue] = ExperienceQueue,
 ) -> Result:
-    """Run one schedule to its end in virtual time; raises at the first promise that is broken.
-
-    What a task raised comes out as itself, not wrapped in a group, where it is the only one.
-    """
+    """Run one schedule to its end in virtual time; raises at the first promise that is broken."""
     try:
         return run_virtual(_run(params, budget_cls, queue_cls))
     except BaseExceptionGroup as group:
-        if len(group.exceptions) == 1:
-            raise group.exceptions[0] from None
-        raise
+        raise group.exceptions[0] from None  # the others are other tasks that met the same
