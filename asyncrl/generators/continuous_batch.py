@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from asyncrl.errors import GeneratorError
+from asyncrl.generators.draws import uniform_draws
 from asyncrl.generators.prefill import FIXED_ROWS, plan_fixed, plan_relaxed
 from asyncrl.generators.runner import ModelRunner
-from asyncrl.generators.sampling import RowSampling, sample_tokens, uniform_draws
+from asyncrl.generators.sampling import RowSampling, sample_tokens
 from asyncrl.generators.stopping import StopStrings
 from asyncrl.types import Completion, FinishReason, GenerationRequest, Int32Array
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from asyncrl.errors import ConfigError
+from asyncrl.generators.attention import use_slot_attention
 from asyncrl.generators.kv_cache import DecodeView, PrefillView, SlotKV
 from asyncrl.generators.prefill import PrefillBatch
 
@@ -85,6 +86,7 @@ class ModelRunner:
     def __init__(self, model: CausalLM, *, slots: int, max_sequence: int, device: torch.device) -> None:
         check_model(model, max_sequence)
         self.model = model.to(device).eval()
+        use_slot_attention(self.model)
         self.device = device
         self.eos = eos_ids(model)
         # The head is dead weight in a prefill: base_model is the model without it.

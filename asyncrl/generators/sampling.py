@@ -1,7 +1,7 @@
-"""Choosing tokens: counter-based uniform draws, and inverse-CDF sampling vectorised over rows.
+"""Choosing tokens: inverse-CDF sampling, vectorised over rows.
 
 Invariants:
-- Draw t of a trajectory is a pure function of its ``DrawKey`` and t; nothing else is random.
+- Nothing here is random: each row brings its own uniform draw.
 - A row's token and log-prob depend on that row alone: every operation here works row by row.
 - A log-prob is that of the distribution sampled from, temperature and truncation included. For a
   greedy row (temperature 0), whose distribution would be a point, it is that at temperature 1.
@@ -13,25 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from asyncrl.types import DrawKey, Float32Array, SamplingParams
-
-_WORD = (1 << 64) - 1
-
-
-def uniform_draws(key: DrawKey, count: int) -> Float32Array:
-    """The draws 0 to ``count - 1`` of a trajectory: float32 in [0, 1], shape (count,).
-
-    Philox4x64 (Salmon et al., 2011) is keyed by (seed, ordinal); sample and attempt are words of
-    its counter, whose lowest word counts the draws, so that no two trajectories share a draw.
-    """
-    philox = np.random.Philox(
-        key=[key.seed & _WORD, key.ordinal & _WORD],
-        counter=[0, key.sample & _WORD, key.attempt & _WORD, 0],
-    )
-    return np.random.Generator(philox).random(count).astype(np.float32)
+from asyncrl.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ VOCAB = 48
 
 
 def tiny_llama(seed: int = 0, *, kv_heads: int = 2, tied: bool = False, **options: Any) -> LlamaForCausalLM:
+    options = {"vocab_size": VOCAB, "eos_token_id": None, "bos_token_id": None, **options}
     config = LlamaConfig(
-        vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -31,7 +31,7 @@ def tiny_llama(seed: int = 0, *, kv_heads: int = 2, tied: bool = False, **option
         max_position_embeddings=128,
         tie_word_embeddings=tied,
         initializer_range=0.15,
-        **{"eos_token_id": None, "bos_token_id": None, **options},
+        **options,
     )
     torch.manual_seed(seed)
     return LlamaForCausalLM(config).eval()
