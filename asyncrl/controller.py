@@ -204,6 +204,7 @@ class Controller:
         self._bias = LengthBias()
         self._use = GeneratorUse(slots=config.generators.slots)
         self._lines: list[_Line] = []
+        self._last = _Line({})
         self._evaluation: asyncio.Task[Metrics] | None = None
         self._starved_since: float | None = None
         self._progress_at = 0.0
@@ -222,7 +223,7 @@ class Controller:
         info = await self._start_up()
         log.info("learner has %s parameters in %d tensors", f"{info.parameters:,}", len(info.manifest))
         before = await self._evaluate_first()
-        after, last, checksum = before, self._lines[-1].record, None
+        after, checksum = before, None
         training_start = self._now()
         try:
             async with asyncio.TaskGroup() as group:
@@ -236,7 +237,7 @@ class Controller:
                 if self._stopped_by is not None and self._evaluation is not None:
                     self._evaluation.cancel()
             if self._step:
-                after, last, checksum = await self._finish()
+                after, checksum = await self._finish()
         finally:
             self._flush_lines(final=True)
         return Summary(
@@ -247,7 +248,7 @@ class Controller:
             eval_after=after,
             checksum=checksum,
             counts=self.ledger.counts(),
-            last=last,
+            last=self._last.record,
             stopped_by=self._stopped_by,
         )
 
@@ -270,8 +271,9 @@ class Controller:
         return info
 
     async def _evaluate_first(self) -> Metrics | None:
-        record = self._line_head()
-        self._lines.append(_Line(record))
+        record = self._last.record
+        record.update(self._line_head())
+        self._lines.append(self._last)
         if not self._evaluator.enabled:
             return None
         self._observer.phase("evaluating the start model")
@@ -279,9 +281,9 @@ class Controller:
         record.update(result)
         return result
 
-    async def _finish(self) -> tuple[Metrics | None, Metrics, str]:
-        """What the last line of metrics.jsonl still lacks."""
-        line = self._lines[-1]
+    async def _finish(self) -> tuple[Metrics | None, str]:
+        """What the last line still lacks: its evaluation and the checksum; then the export."""
+        line = self._last
         after = None
         if line.evaluation is not None and not line.evaluation.cancelled():
             after = line.evaluation.result()
@@ -299,7 +301,7 @@ class Controller:
                 "learner.step_timeout_s",
                 self._learner.export(self._export_to),
             )
-        return after, line.record, checksum
+        return after, checksum
 
     # ------------------------------------------------------------------ rollouts
 
@@ -582,7 +584,8 @@ class Controller:
             **self._bias.metrics(),
         }
         self._times = PhaseTimes()
-        self._lines.append(_Line(record, evaluation))
+        self._last = _Line(record, evaluation)
+        self._lines.append(self._last)
         self._observer.stepped(record)
         self._flush_lines()
         return now

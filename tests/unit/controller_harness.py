@@ -1,0 +1,166 @@
+"""The real controller over scripted parts, under a virtual clock; every event is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.config_load import parse_config
+from asyncrl.controller import Controller, Summary
+from asyncrl.environments.base import RolloutResult
+from asyncrl.evaluation import Evaluator
+from asyncrl.generators.local import LocalReplica
+from asyncrl.generators.pool import GeneratorPool
+from asyncrl.generators.scripted import ScriptedGenerator
+from asyncrl.learners.scripted import ScriptedLearner
+from asyncrl.ledger import Retired
+from asyncrl.rollout import RolloutHost, Score
+from asyncrl.simulate.clock import run_virtual
+from asyncrl.types import Metrics, ReadyGroup, Task
+from asyncrl.weight_sync.publish import WeightPublisher
+
+BASE = {
+    "model": {"path": "none"},
+    "data": {"train": "none.jsonl", "max_prompt_tokens": 8},
+    "reward": {"functions": ["exact_match"]},
+    "rollout": {"group_size": 2, "groups_per_step": 2, "max_new_tokens": 64, "deadline_s": 10_000.0},
+    "eval": {"every": 0},
+    "learner": {"micro_batch_tokens": 100_000, "step_timeout_s": 10_000.0},
+    "weight_sync": {"timeout_s": 10_000.0},
+}
+
+
+def config(*overrides: str) -> Config:
+    return parse_config(BASE, overrides)
+
+
+class Stream:
+    """Tasks without text: the scripted engine looks at the key alone."""
+
+    def task(self, ordinal: int) -> Task:
+        return Task(ordinal, f"train-{ordinal}", "", (1, 2, 3))
+
+
+def sample_reward(task: Task, result: RolloutResult) -> float:
+    """1.0 or 0.0, mixed within each group."""
+    return float((task.ordinal + int(result.token_ids.sum())) % 2)
+
+
+@dataclass
+class ScriptedScorer:
+    """Rewards from a function of the task; what that raises is the sample's failure."""
+
+    reward: Callable[[Task, RolloutResult], float] = sample_reward
+
+    async def score(self, task: Task, completion: str, result: RolloutResult) -> Score:
+        return Score(self.reward(task, result))
+
+
+@dataclass
+class Log:
+    """An Observer that keeps everything, and checks the conservation law after every retirement."""
+
+    retired_: list[Retired] = field(default_factory=list)
+    steps: list[Metrics] = field(default_factory=list)
+    lines: list[Metrics] = field(default_factory=list)
+    evaluations: list[Metrics] = field(default_factory=list)
+    trained_groups: list[tuple[int, list[int]]] = field(default_factory=list)
+    check: Callable[[], None] = lambda: None
+
+    def retired(self, retired: Retired) -> None:
+        self.retired_.append(retired)
+        self.check()
+
+    def stepped(self, record: Metrics) -> None:
+        self.steps.append(record)
+
+    def evaluated(self, result: Metrics) -> None:
+        self.evaluations.append(result)
+
+    def recorded(self, record: Metrics) -> None:
+        self.lines.append(record)
+
+    def trained(self, step: int, groups: Sequence[ReadyGroup]) -> None:
+        self.trained_groups.append((step, [g.meta.ordinal for g in groups]))
+
+    def phase(self, name: str) -> None:
+        """Not looked at."""
+
+
+@dataclass
+class Outcome:
+    summary: Summary
+    log: Log
+    learner: ScriptedLearner
+    generators: list[ScriptedGenerator]
+    controller: Controller
+
+
+def run(
+    settings: Config,
+    generators: list[ScriptedGenerator] | None = None,
+    learner: ScriptedLearner | None = None,
+    *,
+    scorer: ScriptedScorer | None = None,
+    eval_tasks: Sequence[Task] = (),
+    during: Callable[[Outcome], Any] | None = None,
+    controller_class: type[Controller] = Controller,
+) -> Outcome:
+    """Run to the end, then check what has to hold of every run. ``during`` is awaited beside it."""
+    generators = generators or [ScriptedGenerator()]
+    learner = learner or ScriptedLearner(max_staleness=settings.schedule.max_staleness, step_s=1.0)
+    log = Log()
+
+    async def main() -> Outcome:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        hosts = [RolloutHost(g, scorer or ScriptedScorer(), lambda ids: "") for g in generators]
+        pool = GeneratorPool([LocalReplica(f"generator {i}", host) for i, host in enumerate(hosts)])
+        publisher = WeightPublisher(
+            learner,
+            pool,
+            backend="gloo",
+            bucket_bytes=1 << 20,
+            timeout_s=settings.weight_sync.timeout_s,
+            in_flight=settings.schedule.in_flight_updates,
+            kv=settings.schedule.kv_after_swap,
+            clock=loop.time,
+        )
+        evaluator = Evaluator(pool, eval_tasks, settings)
+        controller = controller_class(settings, Stream(), pool, learner, publisher, evaluator, log)
+        log.check = controller.ledger.check
+        outcome = Outcome(None, log, learner, generators, controller)  # type: ignore[arg-type]
+        beside = asyncio.ensure_future(during(outcome)) if during is not None else None
+        outcome.summary = await controller.run()
+        if beside is not None:
+            await beside
+        return outcome
+
+    outcome = run_virtual(main())
+    check(settings, outcome)
+    return outcome
+
+
+def check(settings: Config, outcome: Outcome) -> None:
+    """What holds of every run that came to its end."""
+    log, summary = outcome.log, outcome.summary
+    bound, batch = settings.schedule.max_staleness, settings.rollout.groups_per_step
+    if summary.stopped_by is None:
+        assert summary.policy_version == settings.run.steps
+        assert summary.counts["running"] == summary.counts["ready"] == summary.counts["training"] == 0
+        assert outcome.controller.budget.outstanding == 0
+    for line in log.lines:
+        assert line.get("staleness/max", 0) <= bound
+        if settings.schedule.pipeline_depth == 0 and settings.schedule.publish_every == 1:
+            assert line.get("staleness/max", 0) == 0
+        states = ("running", "ready", "training", "trained", "filtered", "dropped", "failed")
+        assert line["ledger/submitted"] == sum(line[f"ledger/{state}"] for state in states)
+        assert line["queue/outstanding"] <= (settings.schedule.pipeline_depth + 1) * batch
+    ends = [r.ordinal for r in log.retired_]
+    assert len(ends) == len(set(ends)), "an ordinal was retired twice"
+    trained = [ordinal for lags in outcome.learner.ordinals for ordinal in lags]
+    assert len(trained) == len(set(trained)), "an ordinal was trained twice"
+    assert all(len(ordinals) == batch for ordinals in outcome.learner.ordinals)
