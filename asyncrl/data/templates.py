@@ -47,15 +47,9 @@ class PromptTemplate:
 
     def text(self, row: Mapping[str, Any], where: str) -> str:
         """The whole prompt as text. ``where`` names the row in a DataError."""
-        if self.key not in row:
-            raise DataError(
-                f"{where}: found the columns {', '.join(row) or '(none)'}; expected {self.key!r}, as in "
-                "the first row"
-            )
-        value = row[self.key]
-        messages = self._messages(value, row, where)
+        messages = prompt_messages(self._section, self.key, row, where)
         if not self.chat:
-            return "\n".join(message["content"] for message in messages)
+            return plain_text(messages)
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return str(text)
 
@@ -67,36 +61,50 @@ class PromptTemplate:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids)))
 
-    def _messages(self, value: Any, row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
-        section = self._section
-        if isinstance(value, str):
-            messages = [{"role": "user", "content": self._formatted(value, row, where)}]
-        elif isinstance(value, list) and value and all(_is_message(item) for item in value):
-            messages = [dict(item) for item in value]
-            if messages[-1]["role"] == "user":
-                content = self._formatted(messages[-1]["content"], row, where)
-                messages[-1] = {**messages[-1], "content": content}
-        else:
-            raise DataError(
-                f"{where}, column {self.key!r}: found {type(value).__name__}; expected text, or a list of "
-                "messages with role and content"
-            )
-        if section.system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": section.system})
-        return messages
 
-    def _formatted(self, prompt: str, row: Mapping[str, Any], where: str) -> str:
-        if self._section.prompt_format == "{prompt}":
-            return prompt
-        try:
-            return self._section.prompt_format.format_map({**row, "prompt": prompt})
-        except KeyError as error:
-            raise DataError(
-                f"{where}: data.prompt_format names {error}; expected prompt or one of the columns "
-                f"{', '.join(row)} (a brace itself is written twice)"
-            ) from error
-        except (ValueError, IndexError, AttributeError, TypeError) as error:
-            raise DataError(f"{where}: data.prompt_format cannot be filled in: {error}") from error
+def plain_text(messages: Sequence[Mapping[str, str]]) -> str:
+    """A prompt without a chat template: the messages' texts, a line break between two."""
+    return "\n".join(message["content"] for message in messages)
+
+
+def prompt_messages(
+    section: DataSection, key: str, row: Mapping[str, Any], where: str
+) -> list[dict[str, str]]:
+    """The prompt of a row as chat messages, ``prompt_format`` and ``system`` applied."""
+    if key not in row:
+        raise DataError(
+            f"{where}: found the columns {', '.join(row) or '(none)'}; expected {key!r}, as in the first row"
+        )
+    value = row[key]
+    if isinstance(value, str):
+        messages = [{"role": "user", "content": _formatted(section, value, row, where)}]
+    elif isinstance(value, list) and value and all(_is_message(item) for item in value):
+        messages = [dict(item) for item in value]
+        if messages[-1]["role"] == "user":
+            content = _formatted(section, messages[-1]["content"], row, where)
+            messages[-1] = {**messages[-1], "content": content}
+    else:
+        raise DataError(
+            f"{where}, column {key!r}: found {type(value).__name__}; expected text, or a list of messages "
+            "with role and content"
+        )
+    if section.system is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": section.system})
+    return messages
+
+
+def _formatted(section: DataSection, prompt: str, row: Mapping[str, Any], where: str) -> str:
+    if section.prompt_format == "{prompt}":
+        return prompt
+    try:
+        return section.prompt_format.format_map({**row, "prompt": prompt})
+    except KeyError as error:
+        raise DataError(
+            f"{where}: data.prompt_format names {error}; expected prompt or one of the columns "
+            f"{', '.join(row)} (a brace itself is written twice)"
+        ) from error
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
+        raise DataError(f"{where}: data.prompt_format cannot be filled in: {error}") from error
 
 
 def _is_message(item: Any) -> bool:

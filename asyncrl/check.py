@@ -1,0 +1,258 @@
+"""Everything about a run that can be found wrong before a model is in memory.
+
+Invariants:
+- What is quick to find comes first: machine, folder, data and rewards before any import of
+  transformers, so that most mistakes show within a few seconds.
+- Nothing is written, and no process is left behind.
+- What passes here fails later only for reasons that a look at the files cannot show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.config import Config
+from asyncrl.config_checks import length_problems
+from asyncrl.data.prompts import load_prompts
+from asyncrl.data.sources import Row, Rows, open_source
+from asyncrl.data.templates import plain_text, prompt_key, prompt_messages
+from asyncrl.errors import ConfigError, DeadlineError, PlacementError, RewardError
+from asyncrl.plan import ModelFacts, Plan, SampleScore
+from asyncrl.rewards.pool import RewardPool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Rows that are read before the tokenizer is there; the rest follow with it.
+_FIRST_ROWS = 2000
+# What a right completion is taken from, where the row has one, so that the score says something.
+_ANSWER_KEYS = ("solution", "answer")
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+def validate(config: Config, folder: Path | None = None) -> Plan:
+    """Check a run without loading its model, score one row for real, and return the plan.
+
+    Relative paths are taken from ``folder`` (default: the current one). Must not be called from a
+    running event loop. Raises ConfigError, DataError or PlacementError, all of them exit code 2.
+    """
+    folder = folder or Path.cwd()
+    require_cores(config)
+    require_folder(config)
+    model = _Model(config, folder)
+    model.require_lengths()
+    row, prompt = _first_row(config, folder)
+    score = asyncio.run(_score_row(config, model, folder, row, prompt))
+    prompts = load_prompts(config, model.tokenizer, folder)
+    return Plan(config, model.facts(), prompts.report, score)
+
+
+def require_cores(config: Config) -> None:
+    """Raise PlacementError if a core that is to be pinned to is not there for this process."""
+    if not hasattr(os, "sched_getaffinity"):
+        asked = [s for s in (config.generators, config.learner) if s.cpu_cores is not None]
+        if asked:
+            raise PlacementError("cpu_cores: this system cannot pin processes to cores; set it to null")
+        return
+    here = os.sched_getaffinity(0)
+    for name, cores in (
+        ("generators.cpu_cores", config.generators.cpu_cores),
+        ("learner.cpu_cores", config.learner.cpu_cores),
+    ):
+        missing = sorted(set(cores or ()) - here)
+        if missing:
+            raise PlacementError(
+                f"{name}: found {_listed(missing)}; expected cores out of the {len(here)} that this process "
+                f"may use, {_listed(sorted(here))}: change it, or set it to null"
+            )
+
+
+def require_folder(config: Config) -> None:
+    """Raise ConfigError if the run's folder is taken or cannot be written."""
+    folder = config.run.folder
+    if (folder / "metrics.jsonl").exists() and not any(folder.glob("checkpoints/step_*/manifest.json")):
+        raise ConfigError(
+            f"run.name: found {folder}, which holds metrics.jsonl of another run and no checkpoint to go on "
+            f"from; choose another run.name, or delete the folder {folder}"
+        )
+    parent = folder.absolute()
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        reason = "may not be written to" if parent.is_dir() else "is no folder"
+        raise ConfigError(
+            f"run.dir: found {config.run.dir!r}, but {parent} {reason}; expected a place where "
+            f"{folder} can be made"
+        )
+
+
+class _Model:
+    """The model's files, read when they are needed."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Raises ConfigError if there is none, or if it has no EOS."""
+        section = self._config.model
+        if section.create is not None:
+            from asyncrl.models.tokenizer import character_tokenizer
+
+            return character_tokenizer(section.create.max_positions)
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                self._place, trust_remote_code=section.trust_remote_code
+            )
+        except Exception as error:
+            # The library raises whatever its parsers do.
+            raise ConfigError(
+                f"model.path: the tokenizer in {section.path} cannot be loaded: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"model.path: the tokenizer in {section.path} has no EOS token, so no answer would ever end; "
+                "expected eos_token in its tokenizer_config.json"
+            )
+        return tokenizer
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """config.json. Raises ConfigError if it is missing or not a causal language model's."""
+        path = self._config.model.path
+        file = self._local / "config.json" if self._local is not None else _hub_file(str(path), "config.json")
+        try:
+            settings = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"model.path: found no config.json in {path}; expected a Hugging Face folder"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path: {file} cannot be read: {error}") from error
+        architecture = _architecture(settings)
+        if not architecture.endswith(("ForCausalLM", "LMHeadModel")):
+            raise ConfigError(
+                f"model.path: found the architecture {architecture or '(none)'} in {path}; expected a causal "
+                "language model (...ForCausalLM)"
+            )
+        return settings  # type: ignore[no-any-return]
+
+    def facts(self) -> ModelFacts:
+        template = self._config.data.template
+        chat = template != "plain" and bool(getattr(self.tokenizer, "chat_template", None))
+        create = self._config.model.create
+        if create is not None:
+            shape = f"{create.layers} layers of width {create.hidden_size}"
+            source = f"made on first use, {shape}"
+            return ModelFacts(source, "LlamaForCausalLM", create.max_positions, len(self.tokenizer), chat)
+        return ModelFacts(
+            str(self._config.model.path),
+            _architecture(self.settings),
+            _positions(self.settings),
+            len(self.tokenizer),
+            chat,
+        )
+
+    def require_lengths(self) -> None:
+        """Raise ConfigError if the longest sequence does not fit the model's positions."""
+        if self._config.model.create is not None:
+            return  # checked with the config
+        positions = _positions(self.settings)
+        if positions is None:
+            return
+        name = f"the positions of {self._config.model.path}"
+        problems = length_problems(self._config, positions, name)
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    @cached_property
+    def _local(self) -> Path | None:
+        """The model's folder; None for a name on the hub."""
+        path = str(self._config.model.path)
+        place = self._folder / path
+        if place.is_dir():
+            return place
+        if place.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+            state = "a file" if place.exists() else "no such folder"
+            raise ConfigError(f"model.path: found {state} at {place}; expected a Hugging Face folder")
+        return None
+
+    @property
+    def _place(self) -> str:
+        return str(self._local if self._local is not None else self._config.model.path)
+
+
+def _first_row(config: Config, folder: Path) -> tuple[Row, str]:
+    """The first training row with its prompt as plain text, after a look at the first rows of all sources."""
+    train = _peek(open_source(config.data.train, folder))
+    key = prompt_key(config.data, list(train[0]))
+    if config.data.eval is not None and config.data.eval.holdout is None:
+        evaluation = _peek(open_source(config.data.eval, folder))
+        prompt_key(config.data, list(evaluation[0]))
+    return train[0], plain_text(prompt_messages(config.data, key, train[0], train.where(0)))
+
+
+def _peek(rows: Rows) -> Rows:
+    for i in range(min(len(rows), _FIRST_ROWS)):
+        rows[i]
+    return rows
+
+
+async def _score_row(config: Config, model: _Model, folder: Path, row: Row, prompt: str) -> SampleScore:
+    """Load the reward functions, bind them to the row's columns, and call them on its own answer."""
+    reward = config.reward
+    pool = RewardPool(reward.functions, workers=1, timeout_s=reward.timeout_s, folder=folder)
+    try:
+        signatures = await pool.start()
+        problems = [problem for signature in signatures for problem in signature.problems(row)]
+        if problems:
+            raise ConfigError("\n".join(problems))
+        completion = str(next((row[key] for key in _ANSWER_KEYS if key in row), ""))
+        wants_ids = any("completion_ids" in (*s.required, *s.optional) for s in signatures)
+        ids = model.tokenizer(completion, add_special_tokens=False)["input_ids"] if wants_ids else []
+        score = await pool.score(row, prompt, completion, ids, "stop", uid="the first row of data.train")
+    except (RewardError, DeadlineError) as error:
+        raise ConfigError(f"reward.functions: {error}") from error
+    finally:
+        await pool.close()
+    return SampleScore(completion, score.total, score.parts)
+
+
+def _hub_file(name: str, file: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, file))
+    except Exception as error:
+        # No network, no such name, no access: the library has a kind of its own for each.
+        raise ConfigError(
+            f"model.path: found neither a folder {name!r} nor a model of that name on the hub: "
+            f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _architecture(settings: Mapping[str, Any]) -> str:
+    names = settings.get("architectures") or [""]
+    return str(names[0])
+
+
+def _positions(settings: Mapping[str, Any]) -> int | None:
+    for block in (settings, settings.get("text_config") or {}):
+        for key in _POSITION_KEYS:
+            if isinstance(block.get(key), int):
+                return int(block[key])
+    return None
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,101 @@
+"""The commands: ``asyncrl train | check | doctor``.
+
+Invariants:
+- Importing this module, ``--help`` and a config error import nothing heavy.
+- A UsageError ends a command with its message alone and exit code 2; a bug ends it with a traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl.errors import AsyncRLError, UsageError
+
+app = typer.Typer(
+    help="Asynchronous reinforcement learning of language models with a staleness bound that holds.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ConfigFile = Annotated[Path, typer.Option("--config", help="The run, as a YAML file.", metavar="FILE")]
+OptionalConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="Check the machine for this run.", metavar="FILE")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Settings that replace those of the file, e.g. run.steps=20.", metavar="[KEY.SUB=VALUE]..."
+    ),
+]
+
+
+@app.command()
+def train(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Run the config. Exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped by a signal."""
+    with _exit_codes():
+        from asyncrl.config_load import load_config
+
+        loaded = load_config(config, overrides or ())
+        from asyncrl.run import train as run
+
+        raise typer.Exit(run(loaded))
+
+
+@app.command()
+def check(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Validate the config, the data and the rewards, score one row, and print the plan."""
+    with _exit_codes():
+        from asyncrl.config_load import load_config
+
+        loaded = load_config(config, overrides or ())
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+        from rich.console import Console
+
+        from asyncrl.check import validate
+
+        Console().print(validate(loaded).table())
+
+
+@app.command()
+def doctor(config: OptionalConfigFile = None, overrides: Overrides = None) -> None:
+    """Look at this machine: versions, devices, limits, and whether process groups can be formed."""
+    with _exit_codes():
+        from asyncrl.config_load import load_config
+
+        folder = load_config(config, overrides or ()).run.dir if config is not None else "runs"
+        from rich.console import Console
+
+        from asyncrl.doctor import examine, findings_table
+
+        findings = examine(Path(folder))
+        Console().print(findings_table(findings))
+        raise typer.Exit(int(any(finding.status == "fail" for finding in findings)))
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except AsyncRLError as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def main() -> None:
+    """The ``asyncrl`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

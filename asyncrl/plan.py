@@ -1,0 +1,170 @@
+"""What a run will do, from the config and the facts that ``check`` has found: the page it prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from rich.table import Table
+
+from asyncrl.config import Config
+from asyncrl.data.prompts import PromptReport
+from asyncrl.placement import deal_cores
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of the model without loading it."""
+
+    source: str
+    architecture: str
+    positions: int | None
+    """Longest sequence in tokens; None where the model has no such limit."""
+    vocabulary: int
+    chat: bool
+    """Whether prompts go through its chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleScore:
+    """One row, scored for real."""
+
+    completion: str
+    total: float
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A valid run: who runs where, how much of it, and which knob binds."""
+
+    config: Config
+    model: ModelFacts
+    prompts: PromptReport
+    score: SampleScore
+
+    @property
+    def samples(self) -> int:
+        """Answers that are trained on in the whole run."""
+        rollout = self.config.rollout
+        return self.config.run.steps * rollout.groups_per_step * rollout.group_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Upper bound of the response tokens of one update."""
+        rollout = self.config.rollout
+        return rollout.groups_per_step * rollout.group_size * rollout.max_new_tokens
+
+    @property
+    def epochs(self) -> float:
+        """Times that the whole run goes through the training rows."""
+        return self.config.run.steps * self.config.rollout.groups_per_step / self.prompts.trainable
+
+    def table(self) -> Table:
+        """The page, a row a subject."""
+        config = self.config
+        run, rollout, schedule = config.run, config.rollout, config.schedule
+        depth, binding = effective_depth(config)
+        outstanding = (depth + 1) * rollout.groups_per_step
+        table = Table(title=f"plan of {run.name}", show_header=False, title_justify="left")
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        table.add_row("folder", str(run.folder))
+        table.add_row("model", self._model_text())
+        table.add_row("data", str(self.prompts))
+        table.add_row("reward", self._reward_text())
+        table.add_row(
+            "length",
+            f"{run.steps} steps x {rollout.groups_per_step} groups x {rollout.group_size} samples = "
+            f"{self.samples} samples, {self.epochs:.2f} epochs",
+        )
+        table.add_row(
+            "one step",
+            f"at most {self.tokens_per_step} response tokens; the longest sequence has "
+            f"{config.max_sequence_tokens} tokens, a micro-batch {config.learner.micro_batch_tokens}",
+        )
+        table.add_row(
+            "depth",
+            f"{depth} ({'synchronous' if depth == 0 else 'overlapped'}); {binding} binds; at most "
+            f"{outstanding} groups = {outstanding * rollout.group_size} samples are outstanding",
+        )
+        table.add_row(
+            "staleness",
+            f"no token older than {schedule.max_staleness} versions is trained on; "
+            f"{_every(schedule.publish_every)} version is pushed; at the bound: {schedule.at_bound}",
+        )
+        table.add_row("slots", slots_text(config, outstanding * rollout.group_size))
+        for name, text in placement_rows(config):
+            table.add_row(name, text)
+        return table
+
+    def _model_text(self) -> str:
+        model = self.model
+        positions = "no limit of positions" if model.positions is None else f"{model.positions} positions"
+        return (
+            f"{model.source}: {model.architecture}, {positions}, vocabulary {model.vocabulary}, "
+            f"{self.config.model.dtype}; prompts {'by chat template' if model.chat else 'as plain text'}"
+        )
+
+    def _reward_text(self) -> str:
+        weights = ", ".join(f"{f.weight:g} x {f.name or f.path}" for f in self.config.reward.functions)
+        shown = repr(self.score.completion[:40])
+        return f"{weights}; one row scored for real: {self.score.total:g} for {shown}"
+
+
+def effective_depth(config: Config) -> tuple[int, str]:
+    """Batches that rollouts can be ahead of the update, and the key that sets it.
+
+    A group admitted in the last step before a push is k - 1 versions old already, so S leaves room
+    for S - k + 1 batches ahead; the last batch of a run has none after it.
+    """
+    schedule = config.schedule
+    limits = {
+        "schedule.pipeline_depth": schedule.pipeline_depth,
+        "schedule.max_staleness": schedule.max_staleness - schedule.publish_every + 1,
+        "run.steps": config.run.steps - 1,
+    }
+    name = min(limits, key=lambda key: limits[key])
+    return limits[name], name
+
+
+def slots_text(config: Config, outstanding: int) -> str:
+    """Whether the engines can sample everything that is outstanding at the same time."""
+    slots = config.generators.slots * config.generators.replicas
+    text = f"{slots} sequences are sampled at a time, of at most {outstanding} outstanding"
+    if slots >= outstanding:
+        return text
+    return f"{text}: generators.slots binds, the rest waits ({ceil(outstanding / slots)} rounds)"
+
+
+def placement_rows(config: Config) -> list[tuple[str, str]]:
+    """Each process: its device, cores and threads."""
+    generators, learner = config.generators, config.learner
+    rows = []
+    for i, cores in enumerate(deal_cores(generators.cpu_cores, generators.replicas)):
+        rows.append(
+            (
+                f"generator {i}",
+                f"{generators.backend} engine on {generators.device}, {_cores(cores, generators.threads)}, "
+                f"{generators.slots} slots; reward workers beside it: {config.reward.workers}",
+            )
+        )
+    for i, cores in enumerate(deal_cores(learner.cpu_cores, learner.ranks)):
+        rows.append(
+            (
+                f"learner {i}",
+                f"{learner.backend} ZeRO-{learner.zero_stage} on {learner.device}, "
+                f"{_cores(cores, learner.threads)}",
+            )
+        )
+    return rows
+
+
+def _cores(cores: tuple[int, ...] | None, threads: int) -> str:
+    where = "any core" if cores is None else f"core {', '.join(map(str, cores))}"
+    return f"{where}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _every(n: int) -> str:
+    ending = "th" if 10 <= n % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return "every" if n == 1 else f"every {n}{ending}"
