@@ -2,7 +2,8 @@
 
 Invariants:
 - EOS and PAD are different tokens, so that padding can never be mistaken for the end of an answer.
-- Text of known characters survives encoding and decoding unchanged, spaces included.
+- Text of known characters survives encoding and decoding unchanged, spaces included, and never becomes
+  a special token: a prompt that says ``<eos>`` does not end anything.
 - The vocabulary does not depend on the data: a model made for one family of tasks can read another.
 """
 
@@ -33,4 +34,5 @@ def character_tokenizer(max_positions: int) -> PreTrainedTokenizerFast:
         unk_token=UNKNOWN,
         model_max_length=max_positions,
         clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
     )

@@ -1,0 +1,82 @@
+"""The example families: every row's own solution earns the full reward, and near misses earn none."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.examples import addition, counting
+
+numbers = st.integers(min_value=1, max_value=10**6)
+
+
+@given(numbers, numbers)
+def test_addition_solution_works_out_each_column_and_ends_in_the_sum(a: int, b: int) -> None:
+    working, _, final = addition.solution(a, b).partition(addition.MARK)
+    assert final == str(a + b)
+    digits = ""
+    for column in working.split(","):
+        terms, _, total = column.partition("=")
+        assert sum(map(int, terms.split("+"))) == int(total)
+        digits = total[-1] + digits
+    carried = total[:-1]
+    assert carried + digits == final
+
+
+@given(numbers, numbers)
+def test_addition_reward_is_for_the_exact_final_number(a: int, b: int) -> None:
+    text, answer = addition.solution(a, b), str(a + b)
+    assert addition.reward(text, answer) == 1.0
+    assert addition.reward(f"junk{addition.MARK}{answer}", answer) == 1.0
+    for wrong in (answer, f"{text} ", f"{text}0", text[:-1], f"{text}{addition.MARK}", ""):
+        assert addition.reward(wrong, answer) == 0.0, wrong
+
+
+def test_addition_rows_are_distinct_seeded_and_longer_in_answer_than_in_question() -> None:
+    rows = addition.rows(digits=3, count=2000, seed=1)
+    assert rows == addition.rows(digits=3, count=2000, seed=1)
+    assert rows != addition.rows(digits=3, count=2000, seed=2)
+    assert len({row["question"] for row in rows}) == len(rows) == 2000
+    for row in rows:
+        a, b = row["question"].removesuffix("=").split("+")
+        assert int(a) + int(b) == int(row["answer"])
+        assert row["solution"] == addition.solution(int(a), int(b))
+    lengths = [len(row["solution"]) for row in rows]
+    assert statistics.mean(lengths) > 2 * statistics.mean(len(row["question"]) for row in rows)
+    assert len(set(lengths)) > 5
+
+
+@pytest.mark.parametrize(("digits", "count"), [(1, 5), (2, 0), (2, 90 * 90)])
+def test_addition_refuses_impossible_sizes(digits: int, count: int) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        addition.rows(digits=digits, count=count)
+
+
+def test_counting_lengths_have_a_long_tail_within_the_bound() -> None:
+    rows = counting.rows(count=4000, median=8, sigma=0.8, maximum=60, seed=3)
+    assert rows == counting.rows(count=4000, median=8, sigma=0.8, maximum=60, seed=3)
+    counts = sorted(len(row["answer"].split(" ")) for row in rows)
+    assert 1 <= counts[0] and counts[-1] == 60
+    assert abs(statistics.median(counts) - 8) <= 1
+    # The mean of a log-normal exceeds its median by exp(sigma**2 / 2); the cut takes a little back.
+    assert 1.2 < statistics.mean(counts) / 8 < 1.4
+
+
+@given(st.integers(min_value=2, max_value=60), st.data())
+def test_counting_reward_is_the_share_of_the_right_prefix(n: int, data: st.DataObject) -> None:
+    answer = counting.row(n)["answer"]
+    assert counting.reward(answer, answer) == 1.0
+    assert counting.reward(f"{answer} {n + 1}", answer) == pytest.approx(n / (n + 1))
+    wrong = data.draw(st.integers(min_value=0, max_value=n - 1))
+    said = answer.split(" ")
+    said[wrong] = "x"
+    assert counting.reward(" ".join(said), answer) == pytest.approx(wrong / n)
+    assert counting.reward("", answer) == 0.0
+
+
+def test_counting_refuses_impossible_sizes() -> None:
+    with pytest.raises(ValueError, match="expected"):
+        counting.rows(count=0)

@@ -1,0 +1,79 @@
+"""The shipped files: configs that load and say how to run them, and versions that agree."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl.config_load import load_config
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def blocks(name: str) -> dict[str, Any]:
+    values = yaml.safe_load((ROOT / "configs" / name).read_text())
+    del values["run"]["name"]
+    return values  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
+def test_a_shipped_config_loads_and_starts_with_how_to_run_it(file: Path) -> None:
+    load_config(file)
+    header = [line for line in file.read_text().split("\n\n")[0].splitlines() if line.startswith("#")]
+    text = "\n".join(header)
+    assert f"asyncrl train --config configs/{file.name}" in text
+    assert "Hardware:" in text and "Duration:" in text
+
+
+@pytest.mark.parametrize("name", ["sync.yaml", "overlap.yaml"])
+def test_these_differ_from_the_quickstart_in_the_schedule_alone(name: str) -> None:
+    quickstart, other = blocks("quickstart.yaml"), blocks(name)
+    assert other.pop("schedule") != quickstart.pop("schedule")
+    assert other == quickstart
+
+
+def test_chain_sum_differs_from_the_quickstart_in_data_and_reward_alone() -> None:
+    quickstart, other = blocks("quickstart.yaml"), blocks("chain-sum.yaml")
+    for block in ("data", "reward"):
+        assert other.pop(block) != quickstart.pop(block)
+    assert other == quickstart
+
+
+def test_sync_is_synchronous() -> None:
+    schedule = load_config(ROOT / "configs" / "sync.yaml").schedule
+    assert (schedule.pipeline_depth, schedule.max_staleness) == (0, 0)
+
+
+def test_constraints_pin_every_direct_dependency_within_its_bounds() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    )
+    names = {re.split(r"[<>=!~\[]", requirement)[0] for requirement in wanted}
+    assert names == set(pins)
+    for name, pin in pins.items():
+        # A local label such as +cpu names a build of the same release.
+        assert version(name).partition("+")[0] == pin, name
+
+
+def test_make_explains_itself_and_knows_each_target() -> None:
+    output = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+    ).stdout
+    for target in ("quickstart", "check", "test", "bench", "clean"):
+        assert f"make {target}" in output
+        plan = subprocess.run(
+            ["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+        )
+        assert plan.returncode == 0, plan.stderr
