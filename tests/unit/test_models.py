@@ -111,8 +111,10 @@ def test_warm_start_learns_stops_at_its_target_and_repeats_itself() -> None:
         return model, seen
 
     model, seen = train()
-    assert seen[0].step == 0 and seen[0].accuracy < 0.1
-    assert seen[-1].accuracy >= 0.5 and seen[-1].step < section.steps
+    assert seen[0].step == 0
+    assert seen[0].accuracy < 0.1
+    assert seen[-1].accuracy >= 0.5
+    assert seen[-1].step < section.steps
     assert all(report.accuracy < 0.5 for report in seen[:-1])
     again, _ = train()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
@@ -122,11 +124,13 @@ def test_warm_start_learns_stops_at_its_target_and_repeats_itself() -> None:
 def test_a_created_model_loads_by_its_folder_and_is_made_once(tmp_path: Path) -> None:
     seen: list[WarmStartProgress] = []
     folder = ensure_model(config(tmp_path), seen.append)
-    assert folder == model_folder(config(tmp_path)) and folder.parent == tmp_path / ".models"
+    assert folder == model_folder(config(tmp_path))
+    assert folder.parent == tmp_path / ".models"
     assert [report.step for report in seen] == [0, 2]
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert model.config.tie_word_embeddings and model.config.vocab_size == len(tokenizer)
+    assert model.config.tie_word_embeddings
+    assert model.config.vocab_size == len(tokenizer)
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
     text = "1 + 2 = 3 <eos>\n"
@@ -152,7 +156,8 @@ def test_the_folder_depends_on_the_model_and_the_data_alone(tmp_path: Path) -> N
             "data.max_prompt_tokens=8",
         )
     }
-    assert len(others) == 3 and base not in others
+    assert len(others) == 3
+    assert base not in others
     file.write_text(json.dumps({"question": "1+1=", "answer": "3"}) + "\n")
     assert model_folder(config(tmp_path, data=data)) != base
 
@@ -210,7 +215,8 @@ def test_a_model_is_built_by_one_process_and_waiting_has_a_deadline(tmp_path: Pa
         waiting.start()
         place.mkdir()  # the other process finishes: the model is there when the lock is free
     waiting.join(30)
-    assert made == [place] and not list(place.iterdir())
+    assert made == [place]
+    assert not list(place.iterdir())
 
 
 def test_models_that_are_not_to_be_created_are_refused(tmp_path: Path) -> None:

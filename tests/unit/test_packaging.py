@@ -30,7 +30,8 @@ def test_a_shipped_config_loads_and_starts_with_how_to_run_it(file: Path) -> Non
     header = [line for line in file.read_text().split("\n\n")[0].splitlines() if line.startswith("#")]
     text = "\n".join(header)
     assert f"asyncrl train --config configs/{file.name}" in text
-    assert "Hardware:" in text and "Duration:" in text
+    assert "Hardware:" in text
+    assert "Duration:" in text
 
 
 @pytest.mark.parametrize("name", ["sync.yaml", "overlap.yaml"])
