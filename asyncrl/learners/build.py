@@ -1,0 +1,25 @@
+"""From the config to one learner rank, inside the rank's process."""
+
+from __future__ import annotations
+
+from asyncrl.config import Config
+from asyncrl.learners.base import LearnerRank
+
+
+def build_rank(config: Config, model_path: str, rank: int, host: str, port: int) -> LearnerRank:
+    """A rank that is ready to ``start``; rank 0 listens on ``host`` and ``port``."""
+    from asyncrl.learners.deepspeed import DeepSpeedLearner
+
+    return DeepSpeedLearner(
+        model=config.model,
+        learner=config.learner,
+        algorithm=config.algorithm,
+        model_path=model_path,
+        temperature=config.rollout.temperature,
+        max_staleness=config.schedule.max_staleness,
+        total_steps=config.run.steps,
+        rank=rank,
+        world_size=config.learner.ranks,
+        master=(host, port),
+        deterministic=config.run.deterministic,
+    )
