@@ -47,7 +47,7 @@ def parse_config(values: Mapping[str, Any], overrides: Sequence[str] = (), *, na
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
-        lines = [line for details in error.errors() for line in _render(details)]
+        lines = [line for details in _without_echoes(error.errors()) for line in _render(details)]
     where = f"{name} with overrides {' '.join(overrides)}" if overrides else name
     count = "1 error" if len(lines) == 1 else f"{len(lines)} errors"
     raise ConfigError("\n".join([f"{count} in {where}:", *(f"  {line}" for line in lines)]))
@@ -75,18 +75,38 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _override(values: Mapping[str, Any], overrides: Sequence[str]) -> Any:
+    """``values`` with each override in turn: it sets its key, whatever was there, to its YAML value."""
+    config = OmegaConf.create(_unfolded(values))
     for override in overrides:
-        key, equals, _ = override.partition("=")
+        key, equals, value = override.partition("=")
         if not equals or not all(key.split(".")):
             raise ConfigError(f"override: found {override!r}; expected key.sub=value, e.g. run.steps=20")
-    config = OmegaConf.create(dict(values))
-    for override in overrides:
         try:
-            config.merge_with_dotlist([override])
+            OmegaConf.update(config, key, OmegaConf.from_dotlist([f"value={value}"]).value, merge=False)
             OmegaConf.to_container(config, resolve=True)  # an interpolation may name a key that is not there
         except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f"override {override!r} cannot be applied: {error}") from error
     return OmegaConf.to_container(config, resolve=True)
+
+
+def _unfolded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with data sources written out, so that ``data.train.size=5`` adds to a plain path."""
+    data = values.get("data")
+    if not isinstance(data, dict):
+        return dict(values)
+    sources = {k: {"path": data[k]} for k in ("train", "eval") if isinstance(data.get(k), str)}
+    return {**values, "data": {**data, **sources}}
+
+
+def _without_echoes(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """Drop "too short" of a list whose entries were refused: pydantic counts only those that passed."""
+    locations = [details["loc"] for details in errors]
+    return [
+        details
+        for details in errors
+        if details["type"] != "too_short"
+        or not any(other[:-1][: len(details["loc"])] == details["loc"] for other in locations)
+    ]
 
 
 def _render(details: ErrorDetails) -> Iterator[str]:
