@@ -109,7 +109,7 @@ class TorchEngine:
         self._waiting: dict[Admission, None] = {}  # an ordered set
         self._orders: deque[_Order] = deque()
         self._swap: _Swap | None = None
-        self._paused = False
+        self._paused_at: float | None = None
         self._closing = False
         self._fault: str | None = None
         # Written by the decode thread alone.
@@ -258,11 +258,11 @@ class TorchEngine:
     async def pause(self) -> None:
         """Stop between two tokens; running sequences keep their state."""
         self._require_running()
-        await self._order(lambda: setattr(self, "_paused", True))
+        await self._order(self._stand_still)
 
     async def resume(self) -> None:
         self._require_running()
-        await self._order(lambda: setattr(self, "_paused", False))
+        await self._order(self._go_on)
 
     def stage(self) -> dict[str, torch.Tensor]:
         """The tensors to receive the next version into, by Hugging Face parameter name.
@@ -399,11 +399,8 @@ class TorchEngine:
         batch = self._batch
         assert batch is not None
         with self._changed:
-            before = time.monotonic()
             while not (self._closing or self._orders or self._swap_is_due() or self._can_step()):
                 self._changed.wait()
-            if self._paused:
-                self._paused_s += time.monotonic() - before
             if self._closing:
                 return False
         while self._orders:
@@ -418,7 +415,7 @@ class TorchEngine:
             self._perform(swap)
         began = time.monotonic()
         with self._changed:
-            if self._paused or not self._can_step():
+            if not self._can_step():
                 return True
             admitted: list[Admission] = []
             if self._waiting and (self._swap is None or self._swap.in_flight):
@@ -436,10 +433,19 @@ class TorchEngine:
         self._slot_s += took * running
         return True
 
+    def _stand_still(self) -> None:
+        if self._paused_at is None:
+            self._paused_at = time.monotonic()
+
+    def _go_on(self) -> None:
+        if self._paused_at is not None:
+            self._paused_s += time.monotonic() - self._paused_at
+            self._paused_at = None
+
     def _can_step(self) -> bool:
         assert self._batch is not None
         draining = self._swap is not None and not self._swap.in_flight
-        return not self._paused and (self._batch.running > 0 or (bool(self._waiting) and not draining))
+        return self._paused_at is None and (self._batch.running > 0 or (bool(self._waiting) and not draining))
 
     def _swap_is_due(self) -> bool:
         assert self._batch is not None
@@ -454,7 +460,8 @@ class TorchEngine:
         if swap.kv == "recompute":
             self._batch.recompute()
         took = time.monotonic() - began
-        self._paused_s += took
+        if self._paused_at is None:  # else counted with the pause
+            self._paused_s += took
         self._swaps += 1
         with self._changed:
             self._swap = None

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import VOCAB, full_logits, tiny_gpt2, tiny_llama, tiny_qwen2
 
 from asyncrl.generators.kv_cache import SlotKV
 from asyncrl.generators.prefill import (
@@ -18,6 +17,8 @@ from asyncrl.generators.prefill import (
     plan_relaxed,
 )
 from asyncrl.generators.runner import ModelRunner
+
+from .tiny_models import VOCAB, full_logits, tiny_gpt2, tiny_llama, tiny_qwen2
 
 CPU = torch.device("cpu")
 
