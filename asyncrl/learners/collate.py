@@ -1,0 +1,86 @@
+"""Samples to the tensors of one micro-batch.
+
+Shapes: B rows, L input positions, T response positions, N trained tokens of all rows, in row order.
+
+Invariants:
+- Rows are padded on the right and masked by length, never by token id: a pad token may well be EOS,
+  and a sampled EOS is trained like any other token. Under causal attention no real token sees the
+  padding, so that no attention mask is needed either.
+- ``positions`` name the inputs whose outputs predict trained tokens, and nothing else: logits are
+  computed for those alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.errors import InvariantError
+from asyncrl.learners.base import TrainSample
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """All on one device."""
+
+    input_ids: Tensor  # (B, L) int64
+    positions: Tensor  # (N,) int64, into the flattened (B * L,) inputs
+    targets: Tensor  # (N,) int64, the trained tokens
+    mask: Tensor  # (B, T) bool, N of them True
+    behaviour: Tensor  # (B, T) float32, log b
+    advantages: Tensor  # (B, 1) float32
+    fresh: Tensor  # (B, 1) bool, rows whose trained tokens are all of the current version
+
+
+def collate(samples: Sequence[TrainSample], version: int, device: torch.device) -> MicroBatch:
+    """No samples make a dummy: one row of one token with nothing to train.
+
+    Raises InvariantError for an empty prompt: nothing would predict the first token.
+    """
+    trajectories = [sample.trajectory for sample in samples]
+    for sample in samples:
+        if len(sample.trajectory.prompt_ids) == 0:
+            raise InvariantError(f"{_name(sample)} has a prompt of 0 tokens, expected at least 1")
+    rows = max(len(samples), 1)
+    # The last token predicts nothing that is trained, so it is no input.
+    width = max((len(t.prompt_ids) + len(t.token_ids) - 1 for t in trajectories), default=1)
+    response = max((len(t.token_ids) for t in trajectories), default=1)
+    input_ids = np.zeros((rows, max(width, 1)), np.int64)
+    mask = np.zeros((rows, response), np.bool_)
+    behaviour = np.zeros((rows, response), np.float32)
+    advantages = np.zeros((rows, 1), np.float32)
+    fresh = np.zeros((rows, 1), np.bool_)
+    positions: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = [np.zeros(0, np.int64)]
+    targets = [np.zeros(0, np.int64)]
+    for row, (sample, t) in enumerate(zip(samples, trajectories, strict=True)):
+        prompt, length = len(t.prompt_ids), len(t.token_ids)
+        tokens = np.concatenate([t.prompt_ids, t.token_ids])
+        input_ids[row, : len(tokens) - 1] = tokens[:-1]
+        mask[row, :length] = t.loss_mask
+        behaviour[row, :length] = t.logprobs
+        advantages[row] = sample.advantage
+        fresh[row] = bool(np.all(t.versions[t.loss_mask] == version))
+        trained = np.flatnonzero(t.loss_mask)
+        positions.append(row * input_ids.shape[1] + prompt - 1 + trained)
+        targets.append(t.token_ids[trained].astype(np.int64))
+
+    def to_device(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return MicroBatch(
+        input_ids=to_device(input_ids),
+        positions=to_device(np.concatenate(positions)),
+        targets=to_device(np.concatenate(targets)),
+        mask=to_device(mask),
+        behaviour=to_device(behaviour),
+        advantages=to_device(advantages),
+        fresh=to_device(fresh),
+    )
+
+
+def _name(sample: TrainSample) -> str:
+    return f"sample {sample.trajectory.sample} of ordinal {sample.ordinal}"

@@ -1,0 +1,135 @@
+"""The loss of one micro-batch, put together from the algorithm's parts, and what it measured.
+
+Shapes: B rows, T response positions, N trained tokens, as in ``collate``.
+
+Invariants:
+- The losses of a step's micro-batches, over all ranks, add up to the step's loss; so do gradients.
+- A loss that is not finite makes every gradient of its micro-batch NaN, so that looking at the
+  gradient alone is enough to skip an update.
+- Measuring needs no synchronisation with the device before the step's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.aggregation import AGGREGATIONS, StepCounts
+from asyncrl.algorithms.corrections import CORRECTIONS, CorrectionSettings, effective_sample_size
+from asyncrl.algorithms.logprobs import token_logprobs
+from asyncrl.algorithms.losses import LOSSES, LossInputs, LossSettings, log_ratio
+from asyncrl.config import AlgorithmSection
+from asyncrl.errors import ConfigError
+from asyncrl.learners.collate import MicroBatch
+from asyncrl.types import Metrics
+
+
+class Objective:
+    """Config to a function of (logits, micro-batch). Raises ConfigError for parts that contradict."""
+
+    def __init__(self, algorithm: AlgorithmSection, temperature: float) -> None:
+        if algorithm.old_logprobs == "behaviour" and algorithm.correction != "none":
+            raise ConfigError(
+                f"algorithm.correction {algorithm.correction!r} weighs by p/b, but with old_logprobs "
+                "'behaviour' the ratio is already pi/b: use old_logprobs 'recompute' or correction 'none'"
+            )
+        self._temperature = temperature
+        self._recompute = algorithm.old_logprobs == "recompute"
+        self._corrected = algorithm.correction != "none"
+        self._loss = LOSSES[algorithm.loss]
+        self._loss_settings = LossSettings(algorithm.clip_low, algorithm.clip_high, algorithm.clip_dual)
+        self._correction = CORRECTIONS[algorithm.correction]
+        self._correction_settings = CorrectionSettings(algorithm.tis_cap)
+        self._aggregate = AGGREGATIONS[algorithm.aggregation]
+
+    def __call__(self, logits: Tensor, batch: MicroBatch, counts: StepCounts, tally: Tally) -> Tensor:
+        """The micro-batch's share of the step's loss, a scalar; ``logits`` (N, V)."""
+        flat, entropy = token_logprobs(logits, batch.targets, self._temperature)  # (N,), (N,)
+        mask = batch.mask
+        logprobs = flat.new_zeros(mask.shape).masked_scatter(mask, flat)  # (B, T)
+        # One update a step: the policy at the step's start is the one that was just run.
+        own = logprobs.detach()
+        behaviour = batch.behaviour.to(own.dtype)
+        inputs = LossInputs(
+            logprobs=logprobs,
+            proximal=own if self._recompute else behaviour,
+            behaviour=behaviour,
+            advantages=batch.advantages.to(own.dtype),
+            mask=mask,
+        )
+        result = self._loss(inputs, self._loss_settings)
+        correction = self._correction(inputs.proximal, behaviour, mask, self._correction_settings)
+        loss = self._aggregate(correction.weights * result.loss, mask, counts)
+        with torch.no_grad():
+            ratio = torch.where(mask, log_ratio(own, behaviour, mask).exp(), 0.0)
+            weights = correction.weights if self._corrected else ratio
+            difference = torch.where(mask & batch.fresh, (own - behaviour).abs(), 0.0)
+            tally.add(
+                loss=loss,
+                bad_losses=(~loss.isfinite()).float(),
+                tokens=mask.sum(),
+                clipped=result.clipped.sum(),
+                ppo_kl=result.kl.sum(),
+                entropy=entropy.sum(),
+                behaviour_kl=torch.where(mask, behaviour - own, 0.0).sum(),
+                weights=weights.sum(),
+                squared_weights=weights.square().sum(),
+                capped=correction.clipped.sum(),
+                fresh_tokens=(mask & batch.fresh).sum(),
+                fresh_difference=difference.sum(),
+            )
+            tally.maximum(weight=weights.max(), fresh_difference=difference.max())
+        # 0 times a finite loss adds nothing; 0 times another is NaN, and so is every gradient then.
+        return loss + flat.sum() * (loss.detach() * 0.0)
+
+
+@dataclass
+class Tally:
+    """Sums and maxima over the micro-batches of a step, on the device, then over the ranks."""
+
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def add(self, **values: Tensor) -> None:
+        """Add to sums by name; every call names the same ones."""
+        for name, value in values.items():
+            value = value.detach().to(torch.float64)
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def maximum(self, **values: Tensor) -> None:
+        """Raise maxima by name; every call names the same ones. Values are at least 0."""
+        for name, value in values.items():
+            value = value.detach().to(torch.float64)
+            self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def metrics(self, all_sum: Callable[[Tensor], None], all_max: Callable[[Tensor], None]) -> Metrics:
+        """Metrics of the step, reduced in place over the ranks; a collective call."""
+        sums = torch.stack(list(self._sums.values())).to(self.device)
+        maxima = torch.stack(list(self._maxima.values())).to(self.device)
+        all_sum(sums)
+        all_max(maxima)
+        total = dict(zip(self._sums, sums.tolist(), strict=True))
+        largest = dict(zip(self._maxima, maxima.tolist(), strict=True))
+        tokens = max(total["tokens"], 1.0)
+        metrics = {
+            "actor/pg_loss": total["loss"],
+            "actor/nonfinite_losses": total["bad_losses"],
+            "actor/pg_clipfrac": total["clipped"] / tokens,
+            "actor/ppo_kl": total["ppo_kl"] / tokens,
+            "actor/entropy": total["entropy"] / tokens,
+            "rollout_corr/kl": total["behaviour_kl"] / tokens,
+            "rollout_corr/weight_mean": total["weights"] / tokens,
+            "rollout_corr/weight_max": largest["weight"],
+            "rollout_corr/ess": effective_sample_size(total["weights"], total["squared_weights"], tokens),
+            "rollout_corr/clip_fraction": total["capped"] / tokens,
+        }
+        if total["fresh_tokens"] > 0:
+            metrics["generator/logprob_diff_mean"] = total["fresh_difference"] / total["fresh_tokens"]
+            metrics["generator/logprob_diff_max"] = largest["fresh_difference"]
+        return metrics

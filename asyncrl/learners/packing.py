@@ -1,0 +1,94 @@
+"""Which rank trains which groups, and in which micro-batches: a pure function of the batch.
+
+Invariants:
+- Whole groups go to ranks, so that a rank fetches only its own groups' payloads.
+- Every trajectory of the batch is in exactly one micro-batch of exactly one rank.
+- rows * longest row <= ``micro_batch_tokens`` in every micro-batch, padding included.
+- All ranks have the same number of micro-batches, the last ones empty where a rank has fewer:
+  forward and backward passes are collective.
+- Equal metas give an equal plan, whatever order Python iterates in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl.errors import ConfigError, InvariantError
+from asyncrl.types import Batch, GroupMeta
+
+MicroBatches = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One rank's share of an update: what to fetch, and how to run it."""
+
+    items: tuple[int, ...]
+    """Indices into the batch's items, ascending."""
+    checksums: tuple[int, ...]
+    """The payload's expected CRC-32, one an item."""
+    micro_batches: MicroBatches
+    """Indices into the rank's trajectories: those of its items, one after the other."""
+    loss_tokens: int
+    """Trained tokens of the whole step, over all ranks."""
+    sequences: int
+    """Trajectories of the whole step with at least one trained token, over all ranks."""
+
+
+def plan_step(batch: Batch, ranks: int, micro_batch_tokens: int) -> tuple[RankPlan, ...]:
+    """One plan a rank.
+
+    No rank has more than the mean load plus one group's tokens. Raises ConfigError for a sequence
+    that is longer than ``micro_batch_tokens``, and InvariantError for an empty batch.
+    """
+    metas = [item.meta for item in batch.items]
+    if not metas:
+        raise InvariantError(f"the update of version {batch.version} has 0 groups, expected at least 1")
+    owned = _assign([sum(_lengths(meta)) for meta in metas], ranks)
+    packed = [_pack([n for i in items for n in _lengths(metas[i])], micro_batch_tokens) for items in owned]
+    count = max(len(micro_batches) for micro_batches in packed)
+    trajectories = [t for meta in metas for t in meta.trajectories]
+    return tuple(
+        RankPlan(
+            items=items,
+            checksums=tuple(metas[i].checksum for i in items),
+            micro_batches=micro_batches + ((),) * (count - len(micro_batches)),
+            loss_tokens=sum(t.loss_tokens for t in trajectories),
+            sequences=sum(t.loss_tokens > 0 for t in trajectories),
+        )
+        for items, micro_batches in zip(owned, packed, strict=True)
+    )
+
+
+def _lengths(meta: GroupMeta) -> list[int]:
+    return [t.prompt_tokens + t.response_tokens for t in meta.trajectories]
+
+
+def _assign(loads: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
+    """Longest processing time first: each group to the rank with the least so far (Graham, 1969)."""
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    total = [0] * ranks
+    for i in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):
+        rank = min(range(ranks), key=lambda r: (total[r], r))
+        owned[rank].append(i)
+        total[rank] += loads[i]
+    return [tuple(sorted(items)) for items in owned]
+
+
+def _pack(lengths: Sequence[int], micro_batch_tokens: int) -> MicroBatches:
+    """Rows of like length together, longest first, so that what does not fit fails at once."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if order and lengths[order[0]] > micro_batch_tokens:
+        raise ConfigError(
+            f"a sequence has {lengths[order[0]]} tokens, learner.micro_batch_tokens is {micro_batch_tokens}: "
+            f"raise it to at least {lengths[order[0]]}, or lower data.max_prompt_tokens or "
+            "rollout.max_new_tokens"
+        )
+    micro_batches: list[tuple[int, ...]] = []
+    start = 0
+    while start < len(order):
+        rows = micro_batch_tokens // max(lengths[order[start]], 1)
+        micro_batches.append(tuple(order[start : start + rows]))
+        start += rows
+    return tuple(micro_batches)

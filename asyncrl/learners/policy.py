@@ -1,0 +1,75 @@
+"""The policy as the learner sees it: any Hugging Face causal LM, with logits where they are wanted.
+
+Invariants:
+- Dropout is off: log-probs are a function of weights and tokens.
+- Logits are computed at the chosen positions only, by the model's own forward, so that whatever a
+  model does to its logits (scaling, capping) is done.
+- Parameters keep their Hugging Face names; a tied one appears once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl.errors import ConfigError
+from asyncrl.weight_sync.base import Manifest, TensorSpec
+
+
+def load_policy(path: str, *, dtype: torch.dtype, trust_remote_code: bool, checkpointing: bool) -> nn.Module:
+    """The model of a Hugging Face folder or name, in training mode, without dropout."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+    return prepare_policy(model, checkpointing=checkpointing)
+
+
+def prepare_policy(model: Any, *, checkpointing: bool = False) -> nn.Module:
+    """Turn a freshly made causal LM into one that ``selected_logits`` works with."""
+    module: nn.Module = model
+    module.train()  # gradient checkpointing is off in evaluation mode
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if isinstance(getattr(part, "attention_dropout", None), float):
+            part.attention_dropout = 0.0  # type: ignore[assignment]
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ConfigError(f"model {type(model).__name__} has no output embedding: it is not a causal LM")
+    head.register_forward_pre_hook(_select)
+    return module
+
+
+def selected_logits(model: Any, input_ids: Tensor, positions: Tensor) -> Tensor:
+    """Logits at ``positions``, indices into the flattened inputs: (B, L), (N,) -> (N, V).
+
+    ``model`` is a prepared policy or an engine around one.
+    """
+    # By way of an attribute, because models do not pass unknown arguments on to their head.
+    head = getattr(model, "module", model).get_output_embeddings()
+    head.selected_positions = positions
+    try:
+        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits  # (1, N, V)
+    finally:
+        del head.selected_positions
+    return logits.squeeze(0)
+
+
+def manifest_of(model: nn.Module) -> Manifest:
+    """Name, shape and dtype of each parameter, in the model's order."""
+    return tuple(
+        TensorSpec(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+        for name, parameter in model.named_parameters()
+    )
+
+
+def _select(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    positions = getattr(head, "selected_positions", None)
+    if not isinstance(positions, Tensor):
+        return None
+    hidden = args[0].flatten(0, 1)  # (B * L, H)
+    return (hidden.index_select(0, positions).unsqueeze(0), *args[1:])

@@ -1,0 +1,155 @@
+"""A ``Learner`` that computes nothing and takes as long as it is told.
+
+Use it to run the real controller under a virtual clock, in tests and in simulations. Do not use it
+to test numerics: its weights are a number.
+
+Invariants:
+- It waits by ``asyncio.sleep`` alone, so that a virtual clock decides how long that is.
+- Its staleness check is the real one: a batch with lag > max_staleness raises StalenessError.
+- Once a scripted death has happened, every later call raises LearnerError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from asyncrl.errors import InvariantError, LearnerError, StalenessError, WeightSyncError
+from asyncrl.learners.base import LearnerInfo, PushReport, StepResult
+from asyncrl.types import Batch, group_lag
+from asyncrl.weight_sync.base import Manifest, PushGroupSpec, TensorSpec
+
+StepSeconds = float | Callable[[Batch], float]
+"""Duration of an update: constant, or from its batch."""
+PushSeconds = float | Callable[[int], float]
+"""Duration of the sending half of a push: constant, or from its version."""
+
+SCRIPTED_MANIFEST: Manifest = (TensorSpec("weight", (1,), "float32"),)
+
+
+def seconds_by_tokens(tokens_per_s: float) -> Callable[[Batch], float]:
+    """Step durations of a learner that trains so many tokens a second, prompts included."""
+
+    def duration(batch: Batch) -> float:
+        trajectories = (t for item in batch.items for t in item.meta.trajectories)
+        return sum(t.prompt_tokens + t.response_tokens for t in trajectories) / tokens_per_s
+
+    return duration
+
+
+def scripted_checksum(version: int) -> str:
+    """What scripted senders and receivers alike report for ``version``."""
+    return f"scripted-{version}"
+
+
+class ScriptedLearner:
+    """Steps, pushes, failures and deaths from a script; see ``learners/base.py``'s ``Learner``.
+
+    ``bad_steps`` and ``dies_at`` name calls of ``step``, counted from 0 with skipped ones included;
+    ``failed_pushes`` names calls of ``push``, which raise WeightSyncError when their time is over.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_staleness: int,
+        step_s: StepSeconds = 0.0,
+        push_s: PushSeconds = 0.0,
+        start_s: float = 0.0,
+        bad_steps: Collection[int] = (),
+        dies_at: int | None = None,
+        failed_pushes: Collection[int] = (),
+        version: int = 0,
+    ) -> None:
+        self.version = version
+        self.batches: list[Batch] = []
+        """Every batch that a step was asked for, in order."""
+        self.pushed: list[int] = []
+        """Versions that were sent, in order."""
+        self.push_groups: list[PushGroupSpec] = []
+        self._max_staleness = max_staleness
+        self._step_s = step_s
+        self._push_s = push_s
+        self._start_s = start_s
+        self._bad_steps = frozenset(bad_steps)
+        self._dies_at = dies_at
+        self._failed_pushes = frozenset(failed_pushes)
+        self._push_calls = 0
+        self._up = False
+        self._why_down = "was not started"
+
+    @property
+    def ordinals(self) -> list[tuple[int, ...]]:
+        """Ordinals of each batch."""
+        return [tuple(item.meta.ordinal for item in batch.items) for batch in self.batches]
+
+    @property
+    def lags(self) -> list[tuple[int | None, ...]]:
+        """Lag of each group of each batch; None where no token is trained."""
+        return [tuple(group_lag(batch.version, item.meta) for item in batch.items) for batch in self.batches]
+
+    async def start(self) -> LearnerInfo:
+        await asyncio.sleep(self._start_s)
+        self._up = True
+        return LearnerInfo(manifest=SCRIPTED_MANIFEST, parameters=1)
+
+    async def step(self, batch: Batch) -> StepResult:
+        self._check_up()
+        attempt = len(self.batches)
+        self.batches.append(batch)
+        self._check(batch)
+        duration = self._step_s(batch) if callable(self._step_s) else self._step_s
+        await asyncio.sleep(duration)
+        if attempt == self._dies_at:
+            self._go_down(f"died in step call {attempt}, as scripted")
+            self._check_up()
+        skipped = attempt in self._bad_steps
+        if not skipped:
+            self.version += 1
+        return StepResult(skipped=skipped, metrics={"actor/pg_loss": 0.0}, train_s=duration)
+
+    async def open_push_group(self, spec: PushGroupSpec) -> None:
+        self._check_up()
+        self.push_groups.append(spec)
+
+    async def push(self, version: int) -> PushReport:
+        self._check_up()
+        if version > self.version:
+            raise InvariantError(f"asked to push version {version}, have only {self.version}")
+        call, self._push_calls = self._push_calls, self._push_calls + 1
+        duration = self._push_s(version) if callable(self._push_s) else self._push_s
+        await asyncio.sleep(duration)
+        if call in self._failed_pushes:
+            raise WeightSyncError(f"push call {call} of version {version} failed, as scripted")
+        self.pushed.append(version)
+        return PushReport(version, scripted_checksum(version), SCRIPTED_MANIFEST[0].nbytes, duration)
+
+    async def checksum(self) -> str:
+        self._check_up()
+        return scripted_checksum(self.version)
+
+    async def export(self, folder: Path) -> None:
+        """Writes nothing: there are no weights."""
+        self._check_up()
+
+    async def close(self) -> None:
+        self._go_down("was closed")
+
+    def _check(self, batch: Batch) -> None:
+        if batch.version != self.version:
+            raise InvariantError(f"batch for version {batch.version}, the policy is at {self.version}")
+        for item in batch.items:
+            lag = group_lag(batch.version, item.meta)
+            if lag is not None and not 0 <= lag <= self._max_staleness:
+                raise StalenessError(
+                    f"group {item.meta.ordinal} has lag {lag} in the update of version {batch.version}, "
+                    f"expected 0 to max_staleness = {self._max_staleness}"
+                )
+
+    def _go_down(self, why: str) -> None:
+        self._up, self._why_down = False, why
+
+    def _check_up(self) -> None:
+        if not self._up:
+            raise LearnerError(f"the scripted learner {self._why_down}")
