@@ -97,10 +97,10 @@ class JsonlRows:
                     starts.append(offset)
                     lines.append(number)
                 offset += len(line)
-        self._starts = np.array([*starts, offset], np.int64)
-        self._lines = np.array(lines, np.int64)
             # An empty file cannot be mapped, and has no row to read.
             self._text = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if starts else b""
+        self._starts = np.array([*starts, offset], np.int64)
+        self._lines = np.array(lines, np.int64)
 
     def __len__(self) -> int:
         return len(self._lines)
