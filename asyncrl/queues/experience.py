@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncrl.errors import BudgetError, ConfigError, QueueOverflowError, StalenessError
 from asyncrl.queues.budget import StalenessBudget
@@ -30,17 +30,22 @@ from asyncrl.types import ReadyGroup
 class Shortfall:
     """Why no batch could be taken.
 
-    ``blocking`` is empty while fewer than ``wanted`` groups are ready: then any group that lands brings
-    the step nearer, and cancelling one would only delay it. Otherwise a whole batch is ready and the
-    staleness bound alone stands in the way: each group in ``blocking`` has to land
-    (``at_bound: wait``) or be cancelled, removed and replaced (``at_bound: drop``), after which a take
-    succeeds.
+    ``missing`` is 0 while fewer than ``wanted`` groups are ready: then any group that lands brings the
+    step nearer, and cancelling one would only delay it. Otherwise a whole batch is ready and the
+    staleness bound alone stands in the way: each group in ``blocking`` has to land (``at_bound: wait``)
+    or be cancelled and retired (``at_bound: drop``), after which a take succeeds.
     """
 
     ready: int
     wanted: int
-    blocking: tuple[int, ...] = ()
-    """Ordinals of outstanding groups that are not ready, earliest expiry first, as few as suffice."""
+    missing: int
+    """How many running groups have to land or go."""
+    _budget: StalenessBudget = field(repr=False, compare=False)
+
+    @property
+    def blocking(self) -> tuple[int, ...]:
+        """Ordinals of the missing groups, earliest expiry first. As of now: read it before any change."""
+        return self._budget.earliest_running(self.missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +211,13 @@ class ExperienceQueue:
                 " are outstanding: retire them first"
             )
         batch = budget.groups_per_step
+        self._last_batch = ()
         if len(self._ready) < batch:
-            return Shortfall(len(self._ready), batch)
+            return Shortfall(len(self._ready), batch, 0, budget)
         needs = batch_needs(budget.outstanding_by_expiry(), budget.version, batch)
         missing = self._missing(needs)
         if missing > 0:
-            return Shortfall(len(self._ready), batch, budget.earliest_running(missing))
+            return Shortfall(len(self._ready), batch, missing, budget)
         groups = list(self._ready.values())
         chosen = [groups[index] for index in select((g.expiry for g in groups), needs, batch)]
         for group in chosen:

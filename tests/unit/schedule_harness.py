@@ -298,7 +298,8 @@ class Schedule:
             if isinstance(batch, Shortfall):
                 assert batch.wanted == p.groups_per_step
                 assert batch.ready == len(self.queue)
-                assert not set(batch.blocking) - set(self.rollouts), "waiting for what is not running"
+                assert not batch.missing or batch.ready >= batch.wanted, "blocked before a batch is ready"
+                assert not set(batch.blocking) - set(self.rollouts), "blocked by what is not running"
                 if batch.blocking and p.at_bound == "drop":
                     for ordinal in batch.blocking:
                         self.rollouts[ordinal].cancel()

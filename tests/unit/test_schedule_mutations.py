@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from schedule_harness import Params, run_schedule
 
 from asyncrl import types
 from asyncrl.errors import AsyncRLError, BudgetError, DeadlockError, StalenessError
@@ -14,6 +13,8 @@ from asyncrl.queues import experience
 from asyncrl.queues.budget import Admission, StalenessBudget
 from asyncrl.queues.experience import ExperienceQueue, Shortfall
 from asyncrl.types import GroupMeta, ReadyGroup, Trajectory, TrajectoryMeta
+
+from .schedule_harness import Params, run_schedule
 
 SCHEDULES = 400
 """A mutant has to be caught within so many random schedules; most need fewer than ten."""
@@ -144,7 +145,7 @@ class TakesInArrivalOrder(ExperienceQueue):
     def take(self) -> list[ReadyGroup] | Shortfall:
         batch = self._budget.groups_per_step
         if len(self) < batch:
-            return Shortfall(len(self), batch)
+            return Shortfall(len(self), batch, 0, self._budget)
         return [self._discard(ordinal) for ordinal in list(self._ready)[:batch]]
 
 
@@ -163,13 +164,13 @@ class LosesTheOldest(ExperienceQueue):
             self.remove(next(iter(self._ready)))
 
 
-class BlocksOnNothing(ExperienceQueue):
-    """Names groups that are ready as those to wait for."""
+class BlocksBelowOneBatch(ExperienceQueue):
+    """Has groups dropped while no batch is ready: at once, and for ever."""
 
     def take(self) -> list[ReadyGroup] | Shortfall:
         found = super().take()
         return (
-            Shortfall(found.ready, found.wanted, tuple(self._ready))
+            dataclasses.replace(found, missing=self._budget.running)
             if isinstance(found, Shortfall)
             else found
         )
@@ -179,7 +180,7 @@ QUEUES = {
     "S ignored in take": (TakesInArrivalOrder, (AssertionError, StalenessError)),
     "full below one batch": (FullBelowOneBatch, DeadlockError),
     "oldest group pushed out": (LosesTheOldest, AssertionError),
-    "blocking names the wrong groups": (BlocksOnNothing, AssertionError),
+    "drops below one batch": (BlocksBelowOneBatch, AssertionError),
 }
 
 

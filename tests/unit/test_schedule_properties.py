@@ -9,7 +9,8 @@ from statistics import fmean
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from schedule_harness import GROUP_BYTES, Params, run_schedule
+
+from .schedule_harness import GROUP_BYTES, Params, run_schedule
 
 SCHEDULES = 10_000
 
