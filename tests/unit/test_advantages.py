@@ -6,10 +6,10 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference_vectors import CASES
 
 from asyncrl.algorithms.advantages import group_advantages
 from asyncrl.errors import ConfigError, InvariantError
+from tests.unit.reference_vectors import CASES
 
 rewards = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=12)
 

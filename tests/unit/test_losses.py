@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from reference_vectors import CASES, tensor
 
 from asyncrl.algorithms.aggregation import AGGREGATIONS, StepCounts
 from asyncrl.algorithms.corrections import CORRECTIONS, CorrectionSettings, effective_sample_size
 from asyncrl.algorithms.logprobs import token_logprobs
 from asyncrl.algorithms.losses import LOSSES, LossInputs, LossSettings
+from tests.unit.reference_vectors import CASES, tensor
 
 CLIP = LossSettings(clip_low=0.2, clip_high=0.2, clip_dual=3.0)
 POLICY_LOSSES = [

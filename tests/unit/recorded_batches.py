@@ -1,0 +1,86 @@
+"""Seeded batches that look like those of a run: uneven lengths, groups, ages, tool tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.learners.base import RankStep, TrainSample
+from asyncrl.learners.packing import plan_step
+from asyncrl.types import Batch, BatchItem, Group, GroupMeta, Trajectory
+
+VOCABULARY = 32
+MAX_AGE = 2
+
+
+def record_batch(version: int, seed: int = 0, groups: int = 4, group_size: int = 4) -> list[Group]:
+    """The groups of one update: 5 to 12 prompt tokens, 1 to 24 answer tokens, ages 0 to 2."""
+    rng = np.random.default_rng([seed, version])
+    return [
+        Group(
+            ordinal=version * groups + g,
+            uid=f"train-{version * groups + g}",
+            start_version=max(version - MAX_AGE, 0),
+            trajectories=tuple(_trajectory(rng, sample, version) for sample in range(group_size)),
+        )
+        for g in range(groups)
+    ]
+
+
+def _trajectory(rng: np.random.Generator, sample: int, version: int) -> Trajectory:
+    length = int(rng.integers(1, 25))
+    oldest = max(version - int(rng.integers(0, MAX_AGE + 1)), 0)
+    # A push in the middle: the versions of an answer never fall.
+    versions = np.sort(rng.integers(oldest, version + 1, length)).astype(np.int32)
+    mask = rng.random(length) < 0.9
+    mask[-1] = True
+    return Trajectory(
+        sample=sample,
+        attempt=0,
+        prompt_ids=rng.integers(0, VOCABULARY, rng.integers(5, 13)).astype(np.int32),
+        token_ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
+        loss_mask=mask,
+        logprobs=(-np.log(VOCABULARY) + 0.5 * rng.standard_normal(length)).astype(np.float32),
+        versions=versions,
+        reward=float(rng.integers(0, 2)),
+        finish_reason="stop",
+    )
+
+
+def batch_of(groups: Sequence[Group], version: int) -> Batch:
+    """As the controller would hand it to a learner, payloads left out."""
+    items = []
+    for group in groups:
+        meta = GroupMeta(
+            ordinal=group.ordinal,
+            uid=group.uid,
+            start_version=group.start_version,
+            trajectories=tuple(t.meta() for t in group.trajectories),
+            checksum=0,
+            nbytes=0,
+        )
+        items.append(BatchItem(meta, group, group_advantages("grpo", meta.rewards)))
+    return Batch(version, tuple(items))
+
+
+def shares(groups: Sequence[Group], version: int, ranks: int, micro_batch_tokens: int) -> list[RankStep]:
+    """What each rank is asked to train."""
+    batch = batch_of(groups, version)
+    return [
+        RankStep(
+            version=version,
+            samples=tuple(
+                TrainSample(batch.items[i].meta.ordinal, trajectory, advantage)
+                for i in plan.items
+                for trajectory, advantage in zip(
+                    batch.items[i].payload.trajectories, batch.items[i].advantages, strict=True
+                )
+            ),
+            micro_batches=plan.micro_batches,
+            loss_tokens=plan.loss_tokens,
+            sequences=plan.sequences,
+        )
+        for plan in plan_step(batch, ranks, micro_batch_tokens)
+    ]
