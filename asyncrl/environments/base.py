@@ -21,9 +21,7 @@ from asyncrl.types import BoolArray, Completion, FinishReason, Float32Array, Int
 class ModelClient(Protocol):
     """The policy, as one rollout sees it."""
 
-    async def complete(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None
-    ) -> Completion:
+    async def complete(self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Sample one continuation of ``prompt_ids``; null ``sampling``: as the run is configured."""
         ...
 
