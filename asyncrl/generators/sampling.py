@@ -87,5 +87,5 @@ def sample_tokens(
     if rows.greedy is not None:
         tokens = torch.where(rows.greedy, scores.argmax(dim=-1), tokens)
     tokens = tokens.clamp_(max=scores.shape[-1] - 1)  # NaN logits only; reported by the caller
-    logprobs = scores.gather(-1, tokens[:, None]).squeeze(-1) - scores.logsumexp(dim=-1)
-    return tokens, logprobs
+    logprobs = scores.log_softmax(dim=-1).gather(-1, tokens[:, None])
+    return tokens, logprobs.squeeze(-1)

@@ -109,10 +109,10 @@ class TorchEngine:
         self._waiting: dict[Admission, None] = {}  # an ordered set
         self._orders: deque[_Order] = deque()
         self._swap: _Swap | None = None
-        self._paused_at: float | None = None
         self._closing = False
         self._fault: str | None = None
         # Written by the decode thread alone.
+        self._paused_at: float | None = None
         self._busy_s = 0.0
         self._slot_s = 0.0
         self._paused_s = 0.0
@@ -268,7 +268,8 @@ class TorchEngine:
         """The tensors to receive the next version into, by Hugging Face parameter name.
 
         They may be filled from any thread while generation goes on, until ``swap_staged``; ask
-        again for the push after that. Tied parameters appear once.
+        again for the push after that. Tied parameters appear once. On CUDA, synchronise the stream
+        that filled them before the swap.
         """
         self._require_running()
         assert self._weights is not None
