@@ -166,7 +166,7 @@ class Controller:
         evaluator: Evaluator,
         observer: Observer,
         *,
-        export_to: Path | None = None,
+        checkpoints: Path | None = None,
         max_queue_bytes: int = 4 << 30,
     ) -> None:
         schedule, rollout = config.schedule, config.rollout
@@ -187,7 +187,7 @@ class Controller:
         self._publisher = publisher
         self._evaluator = evaluator
         self._observer = observer
-        self._export_to = export_to
+        self._checkpoints = checkpoints
         self._sampling = SamplingParams(
             max_new_tokens=rollout.max_new_tokens,
             temperature=rollout.temperature,
@@ -207,6 +207,7 @@ class Controller:
         self._last = _Line({})
         self._evaluation: asyncio.Task[Metrics] | None = None
         self._starved_since: float | None = None
+        self._started_at = 0.0
         self._progress_at = 0.0
         self._progress = "the start"
         self._stopped_by: str | None = None
@@ -218,7 +219,7 @@ class Controller:
 
         Raises what ended the run, as the ExceptionGroup of the TaskGroup.
         """
-        start = self._now()
+        start = self._started_at = self._now()
         self._made_progress("the start")
         info = await self._start_up()
         log.info("learner has %s parameters in %d tensors", f"{info.parameters:,}", len(info.manifest))
@@ -293,13 +294,11 @@ class Controller:
         )
         # JSON holds it as text; every other figure of a line is a number.
         line.record["model/checksum"] = checksum  # type: ignore[assignment]
-        if self._export_to is not None:
+        if self._checkpoints is not None:
             self._observer.phase("exporting the model")
+            target = self._checkpoints / f"step_{self.budget.version}" / "hf"
             await within(
-                step_timeout_s,
-                "export of the model",
-                "learner.step_timeout_s",
-                self._learner.export(self._export_to),
+                step_timeout_s, "export of the model", "learner.step_timeout_s", self._learner.export(target)
             )
         return after, checksum
 
@@ -596,7 +595,7 @@ class Controller:
         return {
             "step": self._step,
             "policy_version": self.budget.version,
-            "time": self._now(),
+            "time": self._now() - self._started_at,
             **{f"ledger/{name}": float(count) for name, count in counts.items()},
             "queue/ready": float(queue.ready),
             "queue/bytes": float(queue.bytes),

@@ -44,10 +44,13 @@ def open_session(config: Config) -> Placement:
     import ray
 
     address = config.placement.address
-    # Workers inherit these: one session, no usage reports, no colours in logs.
+    # Workers inherit these: no usage reports, no bars between the lines of the log.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if address is None:
+        # Says at each start that authentication is on, as it should be.
+        logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         ray.init(
             address="local",
             _node_ip_address=_LOOPBACK,

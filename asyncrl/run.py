@@ -191,7 +191,7 @@ def build(
         publisher,
         Evaluator(pool, prompts.eval, config),
         RunObserver(files, display),
-        export_to=folder / "checkpoints" / "final" / "hf",
+        checkpoints=folder / "checkpoints",
     )
     return Parts(controller, pool, learner, display, files)
 

@@ -24,12 +24,11 @@ from asyncrl.types import Metrics, ReadyGroup
 
 
 def claim(config: Config) -> Path:
-    """Make the folder of a new run, or say why it cannot be had. Raises ConfigError."""
-    folder = Path(config.run.dir) / config.run.name
-    if (folder / "metrics.jsonl").exists():
-        raise ConfigError(
-            f"{folder} holds another run's metrics.jsonl; choose another run.name, or delete the folder"
-        )
+    """Make the folder of a new run, with its resolved config. Raises ConfigError if it cannot be had.
+
+    Whether the name is taken is ``check.require_folder``'s to say, before this.
+    """
+    folder = config.run.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")

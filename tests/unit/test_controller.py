@@ -144,9 +144,7 @@ def test_groups_that_all_fail_end_in_a_clear_error() -> None:
 
 
 def test_groups_that_are_all_filtered_end_in_a_clear_error() -> None:
-    settings = config(
-        "run.steps=10", "run.max_unusable_groups=20", "algorithm.filter_zero_variance=refill"
-    )
+    settings = config("run.steps=10", "run.max_unusable_groups=20", "algorithm.filter_zero_variance=refill")
     with pytest.raises(ExceptionGroup) as caught:
         run(settings, [ScriptedGenerator(**FAST)], scorer=ScriptedScorer(lambda task, result: 1.0))
     assert caught.group_contains(NothingTrainableError, match="filtered: zero_variance")
@@ -235,9 +233,7 @@ def held_out(count: int) -> list[Task]:
 
 
 def test_an_evaluation_is_of_one_version_and_lands_on_its_line() -> None:
-    settings = config(
-        "run.steps=7", "eval.every=3", "schedule.pipeline_depth=1", "schedule.max_staleness=2"
-    )
+    settings = config("run.steps=7", "eval.every=3", "schedule.pipeline_depth=1", "schedule.max_staleness=2")
     generator = ScriptedGenerator(length=constant_length(60), token_s=0.1, slots=4)
     outcome = run(settings, [generator], learner(settings, step_s=0.1), eval_tasks=held_out(8))
     evaluated = {line["policy_version"]: line for line in outcome.log.lines if "eval/reward_mean" in line}

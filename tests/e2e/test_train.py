@@ -1,0 +1,101 @@
+"""Whole runs with real parts: Ray actors, the torch engine, DeepSpeed, gloo pushes, reward workers."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from .runs import REWARDS, TINY, assert_sound, finish, start
+
+SYNC = ("run.deterministic=true", "schedule.pipeline_depth=0", "run.steps=3", "eval.every=0")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("train")
+
+
+def test_synchronous_runs_end_with_equal_bits_whatever_the_bound_and_the_replicas(folder: Path) -> None:
+    one = finish(folder, *SYNC, "schedule.max_staleness=0", name="sync-a")
+    other = finish(folder, *SYNC, "schedule.max_staleness=3", "generators.replicas=2", name="sync-b")
+    checksums = [run.metrics[-1]["model/checksum"] for run in (one, other)]
+    assert checksums[0] == checksums[1]
+    assert [line["reward/mean"] for line in one.metrics[1:]] == [
+        line["reward/mean"] for line in other.metrics[1:]
+    ]
+    assert checksums[0] in one.text, "the summary names the checksum"
+    seeded = finish(folder, *SYNC, "schedule.max_staleness=0", "run.seed=1", name="sync-c")
+    assert seeded.metrics[-1]["model/checksum"] != checksums[0]
+
+
+def test_two_ranks_and_two_replicas_overlap_within_the_bound_and_count_failed_rewards(folder: Path) -> None:
+    run = finish(
+        folder,
+        "run.steps=6",
+        "learner.ranks=2",
+        "learner.zero_stage=3",
+        "generators.replicas=2",
+        "schedule.max_staleness=2",
+        f'reward.functions=["{REWARDS}:digits_but_no_threes"]',
+        "data.eval=null",
+        name="wide",
+    )
+    assert_sound(run, max_staleness=2, capacity=4)
+    last = run.metrics[-1]
+    assert last["policy_version"] == 6
+    assert last["ledger/trained"] == 12
+    assert any(line["staleness/max"] >= 1 for line in run.metrics[1:]), "nothing overlapped"
+    failed = [end for end in run.ledger if end["state"] == "failed"]
+    assert failed
+    assert all("no reward for threes" in end["reason"] for end in failed)
+    # Every push was echoed by both replicas with the learner's checksum, or the run had ended.
+    assert all(line["timing_s/weight_sync"] > 0 for line in run.metrics[1:])
+
+
+def test_a_run_leaves_its_files(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from asyncrl.config_load import load_config
+    from asyncrl.queues.codec import decode_group, read_records
+
+    run = finish(folder, "log.rollouts_every=2", name="files")
+    assert [line["step"] for line in run.metrics] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in run.metrics if "eval/reward_mean" in line] == [0, 2, 4]
+    assert load_config(run.folder / "config.yaml").run.name == "files"
+    hf = run.folder / "checkpoints" / "step_4" / "hf"
+    tokenizer = AutoTokenizer.from_pretrained(hf)
+    model = AutoModelForCausalLM.from_pretrained(hf)
+    assert model.config.vocab_size == len(tokenizer)
+    with (run.folder / "rollouts" / "step_000002.msgpack").open("rb") as file:
+        groups = [decode_group(record) for record in read_records(file)]
+    assert len(groups) == 2
+    assert all(len(group.trajectories) == 4 for group in groups)
+    assert list((run.folder / "tb").glob("events.out.tfevents.*"))
+    assert "eval reward after" in run.text
+
+
+def test_ctrl_c_ends_after_the_running_update_with_nothing_left(folder: Path) -> None:
+    run = start(folder, "run.steps=100000", name="interrupted")
+    run.wait_for_steps(2)
+    run.interrupt(signal.SIGINT)
+    assert run.wait(60) == 130, run.text
+    run.assert_nothing_left(within_s=15)
+    assert "SIGINT" in run.text
+    assert_sound(run, max_staleness=2, capacity=4)
+
+
+def test_a_killed_controller_takes_everything_with_it(folder: Path) -> None:
+    run = start(folder, "run.steps=100000", name="killed")
+    run.wait_for_steps(1)
+    assert len(run.processes()) > 4
+    run.interrupt(signal.SIGKILL)
+    run.wait(10)
+    run.assert_nothing_left(within_s=30)
+
+
+def test_a_taken_run_name_is_refused(folder: Path) -> None:
+    again = start(folder, config=TINY, name="files")
+    assert again.wait(60) == 2
+    assert "run.name" in again.text
