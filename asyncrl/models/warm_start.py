@@ -2,14 +2,14 @@
 
 Invariants:
 - The loss covers the target and the EOS after it, never the prompt or the padding.
-- The examples that ``accuracy`` is measured on are not trained on.
+- No prompt that loss and accuracy are measured on, the probe, is trained on.
 - Equal seeds, examples and thread counts give equal weights.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from asyncrl.config import WarmStartSection
+from asyncrl.models.progress import ProgressCallback, WarmStartProgress
 
+MIN_EXAMPLES = 5
 PROBE_EXAMPLES = 128
 PROBE_EVERY = 10
 IGNORED = -100
@@ -32,21 +34,6 @@ class Example:
     target_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WarmStartProgress:
-    """Where the warm start stands, measured on examples that it does not train on."""
-
-    step: int
-    steps: int
-    loss: float
-    """Nats a target token."""
-    accuracy: float
-    """Share of whole targets that sampling at temperature 1 is expected to hit."""
-
-
-ProgressCallback = Callable[[WarmStartProgress], None]
-
-
 def warm_start(
     model: PreTrainedModel,
     examples: Sequence[Example],
@@ -58,17 +45,15 @@ def warm_start(
 ) -> WarmStartProgress:
     """Train ``model`` in place on ``examples`` until ``section.steps`` or ``section.target``.
 
-    Uses every core that this process may run on. Reports to ``progress`` at each probe, the last one
-    included, and returns that last report. A probe of up to 128 examples, a fifth of them at most, is
-    set apart first. Raises ValueError for fewer than 5 examples.
+    Uses every core that this process may run on. Reports to ``progress`` each tenth update and after
+    the last, and returns that last report. Raises ValueError for fewer than 5 distinct prompts.
     """
-    if len(examples) < 5:
-        raise ValueError(f"found {len(examples)} examples for the warm start; expected at least 5")
     order = torch.Generator().manual_seed(seed)
-    shuffled = [examples[i] for i in torch.randperm(len(examples), generator=order).tolist()]
-    held = min(PROBE_EXAMPLES, len(shuffled) // 5)
-    probe, training = collate(shuffled[:held], pad_id), shuffled[held:]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=section.lr, betas=(0.9, 0.98), weight_decay=0.0)
+    probe, training = _set_apart(examples, order)
+    measured = collate(probe, pad_id)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=section.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+    )
     warmup = max(1, min(20, section.steps // 10))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda done: min((done + 1) / warmup, 1.0 - done / section.steps)
@@ -76,7 +61,7 @@ def warm_start(
     batches = _batches(training, section.batch_size, order)
     model.train()
     with _all_cores():
-        report = WarmStartProgress(0, section.steps, *evaluate(model, *probe))
+        report = WarmStartProgress(0, section.steps, *evaluate(model, *measured))
         progress(report)
         for step in range(1, section.steps + 1):
             inputs, labels = collate(next(batches), pad_id)
@@ -88,7 +73,7 @@ def warm_start(
             schedule.step()
             if step % PROBE_EVERY and step < section.steps:
                 continue
-            report = WarmStartProgress(step, section.steps, *evaluate(model, *probe))
+            report = WarmStartProgress(step, section.steps, *evaluate(model, *measured))
             progress(report)
             if section.target is not None and report.accuracy >= section.target:
                 break
@@ -123,6 +108,18 @@ def _target_nll(model: PreTrainedModel, inputs: torch.Tensor, labels: torch.Tens
     # Padding is on the right and attention is causal, so no target attends to it: no mask is needed.
     logits = model(input_ids=inputs, use_cache=False).logits[:, :-1]  # (B, T-1, V)
     return F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none")
+
+
+def _set_apart(examples: Sequence[Example], order: torch.Generator) -> tuple[list[Example], list[Example]]:
+    """The probe, one example each of up to 128 prompts and at most a fifth of them; and the rest."""
+    by_prompt = {example.prompt_ids: example for example in examples}
+    if len(by_prompt) < MIN_EXAMPLES:
+        raise ValueError(f"found {len(by_prompt)} distinct prompts; expected at least {MIN_EXAMPLES}")
+    drawn = torch.randperm(len(by_prompt), generator=order).tolist()
+    prompts = list(by_prompt)
+    held = {prompts[i] for i in drawn[: min(PROBE_EXAMPLES, len(prompts) // 5)]}
+    probe = [example for prompt, example in by_prompt.items() if prompt in held]
+    return probe, [example for example in examples if example.prompt_ids not in held]
 
 
 def _batches(examples: Sequence[Example], size: int, order: torch.Generator) -> Iterator[list[Example]]:
