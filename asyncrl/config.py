@@ -308,6 +308,12 @@ class GeneratorsSection(Section):
     """Cores to pin the engines to, dealt out in turn; null: unpinned."""
     start_timeout_s: PositiveFloat = 300.0
     """Seconds that an engine may take to load the model and warm up."""
+    health_every_s: PositiveFloat = 1.0
+    """Seconds between two pings of a replica."""
+    health_timeout_s: PositiveFloat = 3.5
+    """Seconds that a replica has to answer a ping before it is taken for dead."""
+    max_restarts: NonNegativeInt = 3
+    """Restarts of one replica in a row, no group completed in between, before it is left dead."""
 
 
 class LearnerSection(Section):

@@ -6,7 +6,8 @@ happen elsewhere, and only their metas come through here.
 Invariants:
 - Every admission, retirement and version change goes through ``StalenessBudget`` and ``Ledger``;
   the ledger's conservation law is asserted at every step.
-- One update at a time, one push at a time; a version is live only after ``publish`` returned.
+- One update or push at a time; a version is live only after ``publish`` returned. Whoever holds
+  ``_learner_turn`` finds the learner at ``budget.version``.
 - All tasks live in one TaskGroup: a task that fails ends the run with its traceback.
 - Nothing polls. Every wait ends by an event or by a deadline that names what was waited for.
 """
@@ -25,7 +26,7 @@ from asyncrl.algorithms.advantages import group_advantages
 from asyncrl.config import Config
 from asyncrl.errors import (
     BadStepsError,
-    InfrastructureError,
+    GeneratorError,
     NothingTrainableError,
 )
 from asyncrl.evaluation import Evaluator
@@ -74,6 +75,8 @@ class Publisher(Protocol):
     async def open(self, info: LearnerInfo) -> None: ...
 
     async def publish(self, version: int) -> PublishReport: ...
+
+    async def catch_up(self, version: int) -> bool: ...
 
 
 class Observer(Protocol):
@@ -196,6 +199,7 @@ class Controller:
             stop=rollout.stop,
         )
         self._changed = Signal()
+        self._learner_turn = asyncio.Lock()
         self._running: dict[int, _Running] = {}
         self._unusable = _Unusable()
         self._step = 0
@@ -206,6 +210,8 @@ class Controller:
         self._lines: list[_Line] = []
         self._last = _Line({})
         self._evaluation: asyncio.Task[Metrics] | None = None
+        self._evaluated = 0
+        """The newest version that an evaluation was started for; the first is before training."""
         self._starved_since: float | None = None
         self._started_at = 0.0
         self._progress_at = 0.0
@@ -221,22 +227,23 @@ class Controller:
         """
         start = self._started_at = self._now()
         self._made_progress("the start")
-        info = await self._start_up()
-        log.info("learner has %s parameters in %d tensors", f"{info.parameters:,}", len(info.manifest))
-        before = await self._evaluate_first()
-        after, checksum = before, None
-        training_start = self._now()
+        checksum = None
         try:
             async with asyncio.TaskGroup() as group:
-                helpers = [
-                    group.create_task(self._rollout_pump(group), name="rollout pump"),
-                    group.create_task(self._watchdog(), name="watchdog"),
-                ]
+                keepers = await self._start_up(group)
+                after = before = await self._evaluate_first()
+                training_start = self._now()
+                pump = group.create_task(self._rollout_pump(group), name="rollout pump")
+                keepers.append(group.create_task(self._watchdog(), name="watchdog"))
                 await self._train_pump(group)
-                for task in [*helpers, *(r.handle for r in self._running.values() if r.handle)]:
+                for task in [pump, *(r.handle for r in self._running.values() if r.handle)]:
                     task.cancel()
-                if self._stopped_by is not None and self._evaluation is not None:
-                    self._evaluation.cancel()
+                if self._evaluation is not None:
+                    if self._stopped_by is not None:
+                        self._evaluation.cancel()
+                    await asyncio.wait([self._evaluation])
+                for task in keepers:
+                    task.cancel()
             if self._step:
                 after, checksum = await self._finish()
         finally:
@@ -260,16 +267,19 @@ class Controller:
             log.warning("%s: ending after the running update", why)
             self._changed.notify()
 
-    async def _start_up(self) -> LearnerInfo:
+    async def _start_up(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Start both sides at version 0; returns the tasks that keep generators at work from then on."""
         self._observer.phase("starting generators and learner")
-        async with asyncio.TaskGroup() as group:
-            learner = group.create_task(self._learner.start(), name="start learner")
-            group.create_task(self._pool.start(), name="start generators")
+        async with asyncio.TaskGroup() as starting:
+            learner = starting.create_task(self._learner.start(), name="start learner")
+            starting.create_task(self._pool.start(), name="start generators")
         info = learner.result()
+        log.info("learner has %s parameters in %d tensors", f"{info.parameters:,}", len(info.manifest))
+        supervisor = group.create_task(self._pool.supervise(), name="supervise generators")
         await self._publisher.open(info)
         # Version 0 is pushed too: what generates is then what trains, whatever the files said.
         await self._publisher.publish(0)
-        return info
+        return [supervisor, group.create_task(self._let_in_restarted(), name="let in generators")]
 
     async def _evaluate_first(self) -> Metrics | None:
         record = self._last.record
@@ -327,6 +337,7 @@ class Controller:
     async def _rollout(self, running: _Running, start_version: int) -> None:
         """One group, from its request to the queue or to its retirement."""
         settings, task = self.config.rollout, running.task
+        deaths: list[str] = []
         limit_s = settings.deadline_s + self.config.reward.timeout_s + _ROLLOUT_GRACE_S
         while True:
             request = GroupRequest(
@@ -338,17 +349,14 @@ class Controller:
                 deadline_s=settings.deadline_s,
             )
             try:
-                async with asyncio.timeout(limit_s):
-                    meta, payload = await self._pool.run_group(request)
+                meta, payload = await self._pool.run_group(request, limit_s=limit_s)
                 break
-            except (InfrastructureError, TimeoutError) as error:
-                why = str(error) or f"no answer after {limit_s:g} s"
-                log.warning("try %d of %s failed: %s", running.attempt, task.uid, why)
-                if running.attempt >= settings.max_attempts:
-                    self._retire_unusable(task, "failed", f"{type(error).__name__}: {why}")
+            except GeneratorError as error:
+                deaths.append(str(error))
+                log.warning("try %d of %s failed: %s", running.attempt, task.uid, error)
+                if len(deaths) >= settings.max_attempts:
+                    self._retire_unusable(task, "failed", poisoned(task.uid, deaths))
                     return
-                if isinstance(error, TimeoutError):
-                    await self._pool.probe(self._pool.live)
             running.attempt += 1
             start_version = self.budget.reissue(task.ordinal).start_version
         self._land(task, meta, payload)
@@ -421,10 +429,11 @@ class Controller:
             version = self.budget.version
             metas = [g.meta for g in groups]
             record = batch_metrics(version, metas)
-            result = await self._update(version, groups)
-            self._step += 1
-            self._observer.trained(self._step, groups)
-            self._retire_batch(version, groups, result)
+            async with self._learner_turn:
+                result = await self._update(version, groups)
+                self._step += 1
+                self._observer.trained(self._step, groups)
+                self._retire_batch(version, groups, result)
             evaluation = await self._publish_if_due(group)
             record.update(result.metrics)
             step_start = await self._end_step(record, metas, step_start, evaluation)
@@ -519,7 +528,7 @@ class Controller:
     def _evaluation_due(self) -> bool:
         """Whether the newest version is one to evaluate."""
         version, every = self.budget.version, self.config.eval.every
-        if not self._evaluator.enabled or version == self.budget.live_version:
+        if not self._evaluator.enabled or version == self._evaluated:
             return False
         last = version == self.config.run.steps
         return last or (every > 0 and version % every == 0)
@@ -527,23 +536,39 @@ class Controller:
     async def _publish_if_due(self, group: asyncio.TaskGroup) -> asyncio.Task[Metrics] | None:
         """Make the newest version live where it is due; returns the evaluation that this started."""
         version = self.budget.version
-        if version == self.budget.live_version:
-            return None
         evaluate = self._evaluation_due()
-        if not (self.budget.is_due(version) or evaluate or version == self.config.run.steps):
+        due = self.budget.is_due(version) or version == self.config.run.steps
+        if not evaluate and (not due or version == self.budget.live_version):
             return None
         await self._await_evaluation()
-        start = self._now()
-        report = await self._publisher.publish(version)
-        self._times.weight_sync += self._now() - start
-        self._times.weight_pause += report.pause_s
-        self.budget.set_live(version)
+        async with self._learner_turn:
+            # Live already where the replicas were restarted after the update.
+            if version != self.budget.live_version:
+                start = self._now()
+                report = await self._publisher.publish(version)
+                self._times.weight_sync += self._now() - start
+                self._times.weight_pause += report.pause_s
+                self.budget.set_live(version)
         self._made_progress(f"version {version} live")
         self._changed.notify()
         if evaluate:
+            self._evaluated = version
             name = f"evaluation of version {version}"
             self._evaluation = group.create_task(self._evaluate(version), name=name)
         return self._evaluation
+
+    async def _let_in_restarted(self) -> None:
+        """Bring restarted replicas to the learner's version as soon as it is between two updates.
+
+        Without this a run whose only replica died would wait for ever: no rollout, no update, no push.
+        """
+        while True:
+            await self._pool.until(lambda pool: pool.joining)
+            async with self._learner_turn:
+                if await self._publisher.catch_up(self.budget.version) and self._pool.live:
+                    # Newer than before only where no replica was live: g is the oldest of them.
+                    self.budget.set_live(self._pool.live_version)
+                    self._changed.notify()
 
     async def _evaluate(self, version: int) -> Metrics:
         result = await self._evaluator.run(version)
@@ -580,6 +605,8 @@ class Controller:
             **times.metrics(step_s),
             **throughput_metrics(metas, step_s, times.train),
             **self._use.metrics(statistics, step_s),
+            "generator/replicas_live": float(len(self._pool.live)),
+            "generator/restarts": float(self._pool.restarts),
             **self._bias.metrics(),
         }
         self._times = PhaseTimes()
@@ -661,3 +688,11 @@ class Controller:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def poisoned(uid: str, deaths: Sequence[str]) -> str:
+    """The reason of a group that is given up because each replica that had it died."""
+    return (
+        f"GeneratorError: {len(deaths)} replicas died with {uid} among their groups "
+        f"(rollout.max_attempts = {len(deaths)}), so it may be what kills them; the last: {deaths[-1]}"
+    )

@@ -22,6 +22,7 @@
     │       └── RewardWorkerError   its process died
     ├── InfrastructureError         retried elsewhere, then the run fails
     │   ├── GeneratorError          a replica died or broke
+    │   ├── VersionGoneError        the last replica that held a version died
     │   ├── LearnerError            a rank died or broke
     │   └── WeightSyncError         a push failed
     │       ├── PushTimeoutError    a receiver did not answer in weight_sync.timeout_s
@@ -126,6 +127,10 @@ class InfrastructureError(AsyncRLError):
 
 class GeneratorError(InfrastructureError):
     """A generator replica died or broke."""
+
+
+class VersionGoneError(InfrastructureError):
+    """Work for one version, which no replica holds any more and the learner cannot send again."""
 
 
 class LearnerError(InfrastructureError):

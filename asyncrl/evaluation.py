@@ -9,14 +9,17 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 import statistics
 from collections.abc import Sequence
 
 from asyncrl.config import Config
-from asyncrl.errors import DeadlineError, GeneratorError, NothingTrainableError
+from asyncrl.errors import DeadlineError, GeneratorError, NothingTrainableError, VersionGoneError
 from asyncrl.generators.pool import GeneratorPool
 from asyncrl.rollout import GroupRequest
-from asyncrl.types import GroupMeta, Metrics, SamplingParams, Task
+from asyncrl.types import GroupMeta, Metrics, SampleFailure, SamplingParams, Task
+
+log = logging.getLogger(__name__)
 
 # Draws of an evaluation never coincide with those of training.
 _SEED_OFFSET = 1 << 32
@@ -44,21 +47,48 @@ class Evaluator:
         return bool(self._tasks)
 
     async def run(self, version: int) -> Metrics:
-        """Metrics ``eval/...`` of ``version``. Raises DeadlineError after ``eval.timeout_s``."""
+        """Metrics ``eval/...`` of ``version``. Raises DeadlineError after ``eval.timeout_s``.
+
+        When all replicas that held ``version`` die and the learner has moved on, it starts again with
+        the version that came after; ``eval/policy_version`` says which one it was.
+        """
         timeout_s = self._config.eval.timeout_s
         done: list[GroupMeta] = []
+        lost: list[SampleFailure] = []
         try:
-            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
-                for task in self._tasks:
-                    group.create_task(self._one(task, version, done), name=f"eval {task.uid}")
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        await self._all(version, done, lost)
+                        return self._summarise(version, done, lost)
+                    except VersionGoneError as error:
+                        newer = self._pool.newest_version
+                        log.warning(
+                            "the evaluation of version %d becomes one of %d: %s", version, newer, error
+                        )
+                        version = newer
+                        done.clear()
+                        lost.clear()
         except TimeoutError:
             raise DeadlineError(
                 f"evaluation of version {version}: {len(done)} of {len(self._tasks)} prompts were done "
                 f"after eval.timeout_s = {timeout_s:g} s; raise it, or lower eval.max_prompts"
             ) from None
-        return self._summarise(version, done)
 
-    async def _one(self, task: Task, version: int, done: list[GroupMeta]) -> None:
+    async def _all(self, version: int, done: list[GroupMeta], lost: list[SampleFailure]) -> None:
+        """All tasks at once; the first failure cancels the rest."""
+        tasks = [
+            asyncio.create_task(self._one(task, version, done, lost), name=f"eval {task.uid}")
+            for task in self._tasks
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _one(self, task: Task, version: int, done: list[GroupMeta], lost: list[SampleFailure]) -> None:
         config = self._config
         request = GroupRequest(
             task=task,
@@ -68,19 +98,22 @@ class Evaluator:
             seed=config.run.seed + _SEED_OFFSET,
             deadline_s=config.eval.timeout_s,
         )
-        for attempt in range(1, config.rollout.max_attempts + 1):
+        limit = config.rollout.max_attempts
+        for attempt in range(1, limit + 1):
             try:
-                meta, _ = await self._pool.run_group(request)
+                meta, _ = await self._pool.run_group(request, version=version)
                 done.append(meta)
                 return
-            except GeneratorError:
-                # The pool has logged it and given the replica up: this prompt goes to another one.
-                if attempt == config.rollout.max_attempts:
-                    raise
+            except GeneratorError as error:
+                # The replica is given up, and the pool has said so: this prompt goes to another one.
+                if attempt == limit:
+                    log.error("evaluation: %d replicas died with %s: %s", limit, task.uid, error)
+                    kind = type(error).__name__
+                    lost += [SampleFailure(i, 0, kind, str(error)) for i in range(request.samples)]
 
-    def _summarise(self, version: int, done: Sequence[GroupMeta]) -> Metrics:
+    def _summarise(self, version: int, done: Sequence[GroupMeta], lost: Sequence[SampleFailure]) -> Metrics:
         trajectories = [t for meta in done for t in meta.trajectories]
-        failures = [f for meta in done for f in meta.failures]
+        failures = [*(f for meta in done for f in meta.failures), *lost]
         if not trajectories:
             raise NothingTrainableError(
                 f"evaluation of version {version}: all {len(failures)} samples failed, the first with "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.generators.base import GeneratorStatistics
@@ -111,15 +111,17 @@ class GeneratorUse:
     """Turns the generators' counters into shares of the last step."""
 
     slots: int
-    _before: list[GeneratorStatistics] = field(default_factory=list)
+    _before: Mapping[str, GeneratorStatistics] = field(default_factory=dict)
 
-    def metrics(self, now: list[GeneratorStatistics], step_s: float) -> Metrics:
+    def metrics(self, now: Mapping[str, GeneratorStatistics], step_s: float) -> Metrics:
+        """``now`` by a name that a restarted replica does not share with the one before it."""
         before, self._before = self._before, now
-        if len(before) != len(now) or not now or step_s <= 0:
+        if before.keys() != now.keys() or not now or step_s <= 0:
             return {}  # the first step, or a replica came or went: no difference to take
-        busy = sum(n.busy_s - b.busy_s for n, b in zip(now, before, strict=True)) / len(now)
-        slot = sum(n.slot_s - b.slot_s for n, b in zip(now, before, strict=True)) / len(now)
-        sampled = sum(n.tokens - b.tokens for n, b in zip(now, before, strict=True))
+        pairs = [(statistics, before[name]) for name, statistics in now.items()]
+        busy = sum(n.busy_s - b.busy_s for n, b in pairs) / len(now)
+        slot = sum(n.slot_s - b.slot_s for n, b in pairs) / len(now)
+        sampled = sum(n.tokens - b.tokens for n, b in pairs)
         return {
             "perf/generator_busy": busy / step_s,
             "generator/occupancy": slot / (self.slots * step_s),

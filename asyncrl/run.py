@@ -160,11 +160,17 @@ def build(
         tensorboard="tensorboard" in config.log.trackers,
     )
     cores = deal_cores(generators.cpu_cores, generators.replicas)
+    names = {f"generator {i}": cores[i] for i in range(generators.replicas)}
+
+    def make_replica(name: str) -> RayReplica:
+        return RayReplica(name, config, model_path, cores=names[name], gpus=placement.generator_gpus)
+
     pool = GeneratorPool(
-        [
-            RayReplica(f"generator {i}", config, model_path, cores=cores[i], gpus=placement.generator_gpus)
-            for i in range(generators.replicas)
-        ]
+        [make_replica(name) for name in names],
+        restart=make_replica,
+        max_restarts=generators.max_restarts,
+        health_every_s=generators.health_every_s,
+        health_timeout_s=generators.health_timeout_s,
     )
     learner = RayLearner(
         config,

@@ -60,7 +60,8 @@ class GeneratorActor:
 
     @ray.method(concurrency_group="control")
     async def ping(self) -> None:
-        return None
+        """By way of the engine's own loop: a loop that is stuck does not answer."""
+        await self._at_home(self._started().engine.check_health())
 
     @ray.method(concurrency_group="control")
     async def join(self, spec: PushGroupSpec) -> None:
@@ -159,6 +160,9 @@ class RayReplica:
                 await self._call(self._actor.close.remote())
         finally:
             ray.kill(self._actor)
+
+    async def kill(self) -> None:
+        ray.kill(self._actor)
 
     async def _call(self, ref: Any) -> Any:
         try:

@@ -84,6 +84,13 @@ class Generator(Protocol):
         """
         ...
 
+    async def check_health(self) -> None:
+        """Return while the engine can sample; raise GeneratorError once it cannot.
+
+        Answers within a fraction of a second, whatever runs.
+        """
+        ...
+
     def statistics(self) -> GeneratorStatistics: ...
 
     async def close(self) -> None: ...

@@ -27,7 +27,7 @@ class LocalReplica:
         return await self._host.run_group(request)
 
     async def ping(self) -> None:
-        """A replica in this process answers as long as the process runs."""
+        await self._host.engine.check_health()
 
     async def join(self, spec: PushGroupSpec) -> None:
         await self._host.engine.join(spec)
@@ -42,4 +42,7 @@ class LocalReplica:
         return self._host.engine.statistics()
 
     async def close(self) -> None:
+        await self._host.engine.close()
+
+    async def kill(self) -> None:
         await self._host.engine.close()

@@ -1,148 +1,254 @@
-"""The replicas as the controller sees them: routing, liveness, and who takes new work.
+"""The replicas as the controller sees them: routing, health, restarts, and who takes new work.
 
 Invariants:
-- Work goes to the live replica with the fewest outstanding tokens (ties: the first).
-- A replica that failed takes no new work; its requests fail with GeneratorError, for the caller to
-  issue again.
+- Work goes to the live replica with the fewest outstanding tokens (ties: the first). A group, with all
+  turns of all its samples, stays on the replica that it was given to.
+- A replica that failed, hangs or was given up takes no new work, and its requests fail at once with
+  GeneratorError, for the caller to issue again. It is killed before another of its name starts.
+- A restarted replica takes work only once the publisher has let it in at a version.
 - ``live_version`` is the oldest version among the replicas that take new work.
+- Work that finds no live replica waits as long as one is being restarted; with none left it raises
+  NoGeneratorError.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from asyncrl.errors import GeneratorError, InfrastructureError, NoGeneratorError
-from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
+from asyncrl.errors import GeneratorError, NoGeneratorError, VersionGoneError
+from asyncrl.generators.base import GeneratorStatistics
+from asyncrl.generators.member import Member, Replica
 from asyncrl.rollout import GroupRequest
 from asyncrl.types import GroupMeta
-from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
+from asyncrl.waiting import Signal
+
+__all__ = ["GeneratorPool", "Member", "Replica"]
 
 log = logging.getLogger(__name__)
 
-
-class Replica(Protocol):
-    """One generator with its rollout host, wherever it runs. Raises GeneratorError when it died."""
-
-    name: str
-
-    async def start(self) -> None: ...
-
-    async def run_group(self, request: GroupRequest) -> tuple[GroupMeta, Any]:
-        """The group's meta, and a reference to (or the bytes of) its payload.
-
-        Cancelling the awaiting task cancels the rollout and frees its slots.
-        """
-        ...
-
-    async def ping(self) -> None: ...
-
-    async def join(self, spec: PushGroupSpec) -> None: ...
-
-    async def receive(self, version: int) -> None: ...
-
-    async def swap(self, version: int, *, in_flight: bool, kv: KVAfterSwap) -> WeightEcho: ...
-
-    async def statistics(self) -> GeneratorStatistics: ...
-
-    async def close(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Member:
-    """A replica and what the pool knows of it."""
-
-    replica: Replica
-    version: int = 0
-    alive: bool = True
-    outstanding_tokens: int = 0
-    groups: set[tuple[str, int]] = field(default_factory=set)
-    """Uid and ordinal of each group that it works on, evaluation included."""
+_BACKOFF_S = 1.0
+"""Wait before the first restart; doubled for each in a row that completed no group."""
+_BACKOFF_MAX_S = 60.0
 
 
 class GeneratorPool:
-    """Routes groups to replicas."""
+    """Routes groups to replicas, and keeps the replicas running.
 
-    def __init__(self, replicas: Sequence[Replica], *, ping_timeout_s: float = 5.0) -> None:
-        self.members = [Member(replica) for replica in replicas]
-        self._ping_timeout_s = ping_timeout_s
+    ``restart`` makes a new replica of a name; without it the dead stay dead. A replica is pinged each
+    ``health_every_s`` seconds and has ``health_timeout_s`` to answer: one that hangs is noticed within
+    their sum, one that dies at once. After ``max_restarts`` restarts in a row in which it completed no
+    group, a replica is left dead.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        restart: Callable[[str], Replica] | None = None,
+        max_restarts: int = 3,
+        health_every_s: float = 1.0,
+        health_timeout_s: float = 3.5,
+    ) -> None:
+        self._changed = Signal()
+        self.members = [Member(replica, self._changed.notify) for replica in replicas]
+        self.restarts = 0
+        """Replicas started anew so far, over all."""
+        self._restart = restart
+        self._max_restarts = max_restarts
+        self._health_every_s = health_every_s
+        self._health_timeout_s = health_timeout_s
+        self._newest = 0
+
+    # Who is there.
 
     @property
     def live(self) -> list[Member]:
         """Members that take new work."""
-        return [member for member in self.members if member.alive]
+        return [member for member in self.members if member.state == "live"]
+
+    @property
+    def joining(self) -> list[Member]:
+        """Members that run and wait for weights."""
+        return [member for member in self.members if member.state == "joining"]
+
+    @property
+    def receivers(self) -> list[Member]:
+        """Members that the next version is for: the live and the joining ones."""
+        return [member for member in self.members if member.state in ("live", "joining")]
 
     @property
     def live_version(self) -> int:
-        """g: the oldest version among the replicas that take new work."""
-        return min(member.version for member in self._living())
+        """g: the oldest version among the replicas that take new work; at least one has to be live."""
+        return min(member.version for member in self.live)
 
-    async def start(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            for member in self.members:
-                group.create_task(member.replica.start(), name=f"start {member.replica.name}")
+    @property
+    def newest_version(self) -> int:
+        """The newest version that any replica was let in with."""
+        return self._newest
 
-    async def run_group(self, request: GroupRequest) -> tuple[GroupMeta, Any]:
-        """Run a group on the least loaded replica; raises GeneratorError when that one dies."""
-        member = min(self._living(), key=lambda m: m.outstanding_tokens)
+    async def until(self, condition: Callable[[GeneratorPool], object]) -> None:
+        """Wait until ``condition`` holds. Raises NoGeneratorError when no replica is left to change it."""
+
+        def met_or_hopeless() -> bool:
+            return bool(condition(self)) or self._all_lost()
+
+        await self._changed.until(met_or_hopeless)
+        if not condition(self):
+            raise self._none_left()
+
+    # Work.
+
+    async def run_group(
+        self, request: GroupRequest, *, limit_s: float | None = None, version: int | None = None
+    ) -> tuple[GroupMeta, Any]:
+        """Run a group on the least loaded live replica, waiting for one where all are being restarted.
+
+        ``limit_s``: a replica that has not answered after so many seconds is taken for hung. ``version``:
+        only on a replica that is live at that very version.
+
+        Raises GeneratorError when the replica dies or is given up; NoGeneratorError when none is left;
+        VersionGoneError when the last replica at ``version`` died and the policy has moved on.
+        """
+        member = await self._choose(version)
         member.outstanding_tokens += request.max_tokens
         key = (request.task.uid, request.task.ordinal)
         member.groups.add(key)
         try:
-            return await member.replica.run_group(request)
-        except GeneratorError as error:
-            self.mark_dead(member, str(error))
-            raise
+            async with asyncio.timeout(limit_s):
+                outcome = await member.call(member.replica.run_group(request))
+        except TimeoutError:
+            why = f"{member.name} did not answer for {request.task.uid} in {limit_s:g} s"
+            member.give_up(why)
+            raise GeneratorError(why) from None
         finally:
             member.outstanding_tokens -= request.max_tokens
             member.groups.discard(key)
+        if member.alive:  # what was decided at its death stands
+            member.completed += 1
+        return outcome
 
-    def mark_dead(self, member: Member, why: str) -> None:
-        """Give the member no more work."""
+    async def _choose(self, version: int | None) -> Member:
+        def able(pool: GeneratorPool) -> list[Member]:
+            return [m for m in pool.live if version is None or m.version == version]
+
+        def gone(pool: GeneratorPool) -> bool:
+            return version is not None and pool.newest_version > version
+
+        await self.until(lambda pool: able(pool) or gone(pool))
+        members = able(self)
+        if not members:
+            raise VersionGoneError(
+                f"no replica holds version {version} any more, and the newest is {self._newest}: "
+                "the last that held it died, and the learner has moved on"
+            )
+        return min(members, key=lambda m: m.outstanding_tokens)
+
+    def let_in(self, members: Sequence[Member], version: int) -> None:
+        """The members hold ``version``, checked: they may work with it."""
+        self._newest = max(self._newest, version)
+        for member in members:
+            if member.state == "joining" and member.life:
+                log.warning("%s is back, at version %d", member.name, version)
+            member.let_in(version)
+
+    # Life and death.
+
+    async def start(self) -> None:
+        """Start all replicas; the first that cannot start ends it."""
+        async with asyncio.TaskGroup() as group:
+            for member in self.members:
+                group.create_task(self._start(member), name=f"start {member.name}")
+
+    async def _start(self, member: Member) -> None:
+        await member.call(member.replica.start())
+        member.started()
+
+    async def supervise(self) -> None:
+        """Watch the replicas and restart those that die, until cancelled.
+
+        Raises NoGeneratorError when all are dead and none may be restarted.
+        """
+        async with asyncio.TaskGroup() as group:
+            for seat, member in enumerate(self.members):
+                group.create_task(self._keep(seat), name=f"keep {member.name}")
+        raise self._none_left()
+
+    async def _keep(self, seat: int) -> None:
+        """Watch the replica in this seat; after each death another takes it, as long as that is allowed."""
+        while True:
+            member = self.members[seat]
+            await member.watch(self._health_every_s, self._health_timeout_s)
+            # Before anything else: a hung receiver holds up a push for as long as its sockets are open.
+            await self._kill(member)
+            if self._is_lost(member):
+                return
+            again = 0 if member.completed else member.fruitless
+            delay_s = min(_BACKOFF_MAX_S, _BACKOFF_S * 2**again)
+            log.warning("%s is restarted in %g s", member.name, delay_s)
+            await asyncio.sleep(delay_s)
+            assert self._restart is not None
+            fresh = Member(self._restart(member.name), self._changed.notify, member.life + 1, again + 1)
+            self.members[seat] = fresh
+            self.restarts += 1
+            self._changed.notify()
+            try:
+                await self._start(fresh)
+            except Exception as error:  # noqa: BLE001  whatever kept it from starting, it counts as a death
+                fresh.give_up(f"it could not be started: {type(error).__name__}: {error}")
+
+    async def _kill(self, member: Member) -> None:
+        try:
+            async with asyncio.timeout(self._health_timeout_s):
+                await member.replica.kill()
+        except (TimeoutError, GeneratorError) as error:
+            log.warning("%s could not be killed: %s", member.name, error or "no answer in time")
+
+    def _is_lost(self, member: Member) -> bool:
+        """Dead, and not to be restarted."""
         if member.alive:
-            member.alive = False
-            log.error("%s is out: %s", member.replica.name, why)
+            return False
+        return self._restart is None or (0 if member.completed else member.fruitless) >= self._max_restarts
+
+    def _all_lost(self) -> bool:
+        return all(self._is_lost(member) for member in self.members)
+
+    def _none_left(self) -> NoGeneratorError:
+        why = "; ".join(f"{m.name} after {m.life} restarts: {m.why}" for m in self.members)
+        return NoGeneratorError(
+            f"no generator is left (generators.max_restarts = {self._max_restarts} in a row "
+            f"without a completed group): {why}"
+        )
 
     async def probe(self, members: Sequence[Member]) -> None:
-        """Ping the members, and mark those dead that do not answer in time."""
-
-        async def one(member: Member) -> None:
-            try:
-                async with asyncio.timeout(self._ping_timeout_s):
-                    await member.replica.ping()
-            except (InfrastructureError, TimeoutError) as error:
-                why = str(error) or f"no answer to a ping in {self._ping_timeout_s:g} s"
-                self.mark_dead(member, why)
-
-        await asyncio.gather(*(one(member) for member in members if member.alive))
-
-    async def statistics(self) -> list[GeneratorStatistics]:
-        """One snapshot a live replica."""
-        return await asyncio.gather(*(member.replica.statistics() for member in self.live))
+        """Ping the members now, and give up those that do not answer in time."""
+        await asyncio.gather(*(m.check(self._health_timeout_s) for m in members if m.alive))
 
     async def close(self) -> None:
-        await asyncio.gather(
-            *(member.replica.close() for member in self.members if member.alive), return_exceptions=True
-        )
+        """End all replicas: those that live in good order, the others by force."""
+        ends = (m.replica.close() if m.alive else m.replica.kill() for m in self.members)
+        await asyncio.gather(*ends, return_exceptions=True)
+
+    # What users see.
+
+    async def statistics(self) -> dict[str, GeneratorStatistics]:
+        """One snapshot of each live replica that answers, by its name and number of restarts."""
+
+        async def one(member: Member) -> tuple[str, GeneratorStatistics] | None:
+            try:
+                return f"{member.name}/{member.life}", await member.call(member.replica.statistics())
+            except GeneratorError:
+                return None  # it was given up by this; whoever works with it hears of it there
+
+        answers = await asyncio.gather(*(one(member) for member in self.live))
+        return dict(answer for answer in answers if answer is not None)
 
     def describe(self) -> list[str]:
         """Who holds what, for a stall report."""
-        return [
-            f"{m.replica.name}: {'live at version ' + str(m.version) if m.alive else 'dead'}, "
-            f"{len(m.groups)} groups, at most {m.outstanding_tokens} tokens outstanding"
-            for m in self.members
-        ]
+        return [member.describe() for member in self.members]
 
     def holder(self, uid: str, ordinal: int) -> str:
         """Name of the replica that works on this group."""
-        return next((m.replica.name for m in self.members if (uid, ordinal) in m.groups), "no replica")
-
-    def _living(self) -> list[Member]:
-        living = self.live
-        if not living:
-            names = ", ".join(member.replica.name for member in self.members)
-            raise NoGeneratorError(f"no generator is left: {names} all died; the log says why of each")
-        return living
+        return next((m.name for m in self.members if (uid, ordinal) in m.groups), "no replica")

@@ -135,6 +135,7 @@ class ScriptedGenerator:
         """Set while a swap waits for the running sequences; admits none meanwhile."""
         self._swap_lock = asyncio.Lock()
         self._broken: str | None = None
+        self._frozen: asyncio.Future[None] | None = None
         self._staged: int | None = None
         self._boundaries: list[float] = []
         self._versions: list[int] = [0]
@@ -202,11 +203,13 @@ class ScriptedGenerator:
         """Takes ``join_s``; no process group is made."""
         self._require_alive()
         await asyncio.sleep(self.join_s)
+        await self._thaw()
 
     async def receive(self, version: int) -> None:
         """Takes ``receive_s``, generation going on."""
         self._require_alive()
         await asyncio.sleep(self.receive_s)
+        await self._thaw()
         self._require_alive()
         self._staged = version
 
@@ -225,6 +228,7 @@ class ScriptedGenerator:
             self._reschedule()
             try:
                 await asyncio.sleep(pause)
+                await self._thaw()
                 clock = self._advance()
                 self._boundaries.append(clock.work)
                 self._versions.append(version)
@@ -241,6 +245,10 @@ class ScriptedGenerator:
         finally:
             self._drained = None
             self._reschedule()
+
+    async def check_health(self) -> None:
+        self._require_alive()
+        await self._thaw()
 
     def statistics(self) -> GeneratorStatistics:
         started = self._broken is None and self._clock is not None
@@ -267,6 +275,18 @@ class ScriptedGenerator:
         """Break now: every request fails with GeneratorError, and every later call."""
         self._break(message)
 
+    def freeze(self) -> None:
+        """Hang from now on, as a stopped process does: nothing goes on or answers until ``close``."""
+        self._advance()
+        self._frozen = asyncio.get_running_loop().create_future()
+        self._holds += 1
+        self._reschedule()
+
+    async def _thaw(self) -> None:
+        """Return at once, or never where frozen: only its end ends that."""
+        if self._frozen is not None:
+            await asyncio.shield(self._frozen)
+
     def _break(self, message: str) -> None:
         if self._broken is not None:
             return
@@ -278,6 +298,8 @@ class ScriptedGenerator:
         ]
         if self._drained is not None:
             futures.append(self._drained)
+        if self._frozen is not None:
+            futures.append(self._frozen)
         self._waiting.clear()
         self._running.clear()
         for future in futures:

@@ -300,6 +300,15 @@ class TorchEngine:
             self._changed.notify()
         return await asyncio.shield(swap.done)
 
+    def check_health(self) -> None:
+        """Raise GeneratorError unless the decode thread runs.
+
+        Not whether it is between two tokens: a long prefill is no fault.
+        """
+        self._require_running()
+        if self._thread is None or not self._thread.is_alive():
+            raise GeneratorError("the decode thread is gone")
+
     def statistics(self) -> GeneratorStatistics:
         """A snapshot; while a step runs, counters show the state before it."""
         batch = self._batch

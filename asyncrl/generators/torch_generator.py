@@ -64,6 +64,9 @@ class TorchGenerator:
         pause_s = await self._engine.swap_staged(version, in_flight=in_flight, kv=kv)
         return WeightEcho(version, checksum, pause_s, receive_s)
 
+    async def check_health(self) -> None:
+        self._engine.check_health()
+
     def statistics(self) -> GeneratorStatistics:
         return self._engine.statistics()
 

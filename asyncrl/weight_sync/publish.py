@@ -3,8 +3,12 @@
 Invariants:
 - A version is live only when every replica that takes work has swapped to it and echoed the
   sender's checksum.
-- A push is bounded by ``weight_sync.timeout_s``. When it fails, the replicas that do not answer are
-  given up, the group is rebuilt with the survivors under a new prefix, and the push is sent again.
+- What is pushed is what the learner holds: the caller sees to it that no update runs meanwhile.
+- A push is bounded by ``weight_sync.timeout_s``, and fails at once when a receiver is given up. Then the
+  group is rebuilt with the survivors under a new prefix, and the push is sent again: as often as
+  receivers died of it, and once where none did.
+- A restarted replica takes work only after a push that it took part in: the next version's, or one
+  of its own between two updates.
 """
 
 from __future__ import annotations
@@ -16,13 +20,16 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncrl.errors import ChecksumError, InfrastructureError, PushTimeoutError, WeightSyncError
+from asyncrl.errors import ChecksumError, GeneratorError, PushTimeoutError, WeightSyncError
 from asyncrl.generators.base import KVAfterSwap
 from asyncrl.generators.pool import GeneratorPool, Member
 from asyncrl.learners.base import Learner, LearnerInfo, PushReport
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho, mismatches
 
 log = logging.getLogger(__name__)
+
+_TRANSIENT_FAILURES = 1
+"""Failures of one push that are forgiven though nobody died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,47 +73,82 @@ class WeightPublisher:
         self._receivers: list[Member] = []
 
     async def open(self, info: LearnerInfo) -> None:
-        """Build the push group of the learner and all live replicas."""
+        """Build the push group of the learner and all replicas."""
         self._info = info
-        await self._rebuild()
+        await self._rebuild(self._pool.receivers)
 
     async def publish(self, version: int) -> PublishReport:
-        """Make ``version`` live everywhere. Raises WeightSyncError when no replica could take it."""
-        start = self._clock()
-        attempts = 0
+        """Make ``version``, which the learner holds, live on all replicas, the restarted ones included.
+
+        Waits for a replica where all are being restarted. Raises WeightSyncError when it failed twice
+        without a death, NoGeneratorError when no replica is left.
+        """
         while True:
+            await self._pool.until(lambda pool: pool.receivers)
+            report = await self._deliver(version, lambda: self._pool.receivers)
+            if report is not None:
+                return report
+
+    async def catch_up(self, version: int) -> bool:
+        """Let the replicas that wait for weights in at ``version``, which the learner holds.
+
+        The live ones are left alone. False when none could be let in.
+        """
+        try:
+            return await self._deliver(version, lambda: self._pool.joining) is not None
+        except ChecksumError:
+            raise
+        except WeightSyncError as error:
+            # It failed at its first task: another life is worth more than the run's end.
+            for member in self._pool.joining:
+                member.give_up(f"it could not be brought to version {version}: {error}")
+            return False
+
+    async def _deliver(self, version: int, choose: Callable[[], list[Member]]) -> PublishReport | None:
+        """Push to the chosen and let them in; None when nobody is left to choose."""
+        start = self._clock()
+        attempts = transient = 0
+        while receivers := choose():
             attempts += 1
             try:
-                if attempts > 1 or self._receivers != self._pool.live:
-                    await self._rebuild()
-                report, echoes = await self._push(version)
-                break
-            except InfrastructureError as error:
-                if isinstance(error, ChecksumError) or not await self._give_up_the_silent():
+                sent, echoes = await self._push(version, receivers)
+            except (WeightSyncError, GeneratorError) as error:
+                if isinstance(error, ChecksumError):
+                    raise
+                await self._pool.probe(receivers)
+                transient += all(member.alive for member in receivers)
+                if transient > _TRANSIENT_FAILURES:
                     raise
                 log.warning("push of version %d failed, sending it again: %s", version, error)
-        for member in self._receivers:
-            member.version = version
-        return PublishReport(
-            version=version,
-            checksum=report.checksum,
-            nbytes=report.nbytes,
-            seconds=self._clock() - start,
-            pause_s=max(echo.pause_s for echo in echoes),
-            attempts=attempts,
-        )
+                continue
+            self._pool.let_in(receivers, version)
+            return PublishReport(
+                version=version,
+                checksum=sent.checksum,
+                nbytes=sent.nbytes,
+                seconds=self._clock() - start,
+                pause_s=max(echo.pause_s for echo in echoes),
+                attempts=attempts,
+            )
+        return None
 
-    async def _push(self, version: int) -> tuple[PushReport, list[WeightEcho]]:
-        receivers = self._receivers
-        names = [member.replica.name for member in receivers]
-        sent, *_ = await self._together(
-            f"sending version {version} to {', '.join(names)}",
-            self._learner.push(version),
-            *(member.replica.receive(version) for member in receivers),
-        )
+    async def _push(self, version: int, receivers: list[Member]) -> tuple[PushReport, list[WeightEcho]]:
+        if self._receivers != receivers:
+            await self._rebuild(receivers)
+        names = [member.name for member in receivers]
+        try:
+            sent, *_ = await self._together(
+                f"sending version {version} to {', '.join(names)}",
+                self._learner.push(version),
+                *(m.call(m.replica.receive(version)) for m in receivers),
+            )
+        except BaseException:
+            self._receivers = []  # the group may be broken, or out of step
+            raise
+        swaps = (m.replica.swap(version, in_flight=self._in_flight, kv=self._kv) for m in receivers)
         echoes: list[WeightEcho] = await self._together(
             f"swapping to version {version} on {', '.join(names)}",
-            *(m.replica.swap(version, in_flight=self._in_flight, kv=self._kv) for m in receivers),
+            *(m.call(swap) for m, swap in zip(receivers, swaps, strict=True)),
         )
         wrong = [names[i] for i in mismatches(sent.checksum, echoes)]
         if wrong or any(echo.version != version for echo in echoes):
@@ -116,11 +158,9 @@ class WeightPublisher:
             )
         return sent, echoes
 
-    async def _rebuild(self) -> None:
+    async def _rebuild(self, receivers: list[Member]) -> None:
         assert self._info is not None, "open() comes first"
-        self._receivers = self._pool.live
-        if not self._receivers:
-            raise WeightSyncError("no replica is left to push weights to")
+        self._receivers = []
         self._generation += 1
         host, port = self._info.store or ("127.0.0.1", 0)
         spec = PushGroupSpec(
@@ -128,7 +168,7 @@ class WeightPublisher:
             port=port,
             prefix=f"push{self._generation}",
             rank=0,
-            world_size=1 + len(self._receivers),
+            world_size=1 + len(receivers),
             backend="nccl" if self._backend == "nccl" else "gloo",
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
@@ -137,14 +177,9 @@ class WeightPublisher:
         await self._together(
             f"building push group {spec.prefix}",
             self._learner.open_push_group(spec),
-            *(m.replica.join(replace(spec, rank=i)) for i, m in enumerate(self._receivers, start=1)),
+            *(m.call(m.replica.join(replace(spec, rank=i))) for i, m in enumerate(receivers, start=1)),
         )
-
-    async def _give_up_the_silent(self) -> bool:
-        """Ping all receivers; True if some survive, so that another try makes sense."""
-        before = len(self._pool.live)
-        await self._pool.probe(self._receivers)
-        return 0 < len(self._pool.live) < before
+        self._receivers = receivers
 
     async def _together(self, doing: str, *calls: Coroutine[Any, Any, Any]) -> list[Any]:
         """All calls at once, within the timeout; the first failure cancels the rest."""

@@ -107,8 +107,12 @@ def run(
     eval_tasks: Sequence[Task] = (),
     during: Callable[[Outcome], Any] | None = None,
     controller_class: type[Controller] = Controller,
+    spare: Callable[[], ScriptedGenerator] | None = None,
 ) -> Outcome:
-    """Run to the end, then check what has to hold of every run. ``during`` is awaited beside it."""
+    """Run to the end, then check what has to hold of every run. ``during`` is awaited beside it.
+
+    ``spare`` makes the generator that takes a dead one's place; without it the dead stay dead.
+    """
     generators = generators or [ScriptedGenerator()]
     learner = learner or ScriptedLearner(max_staleness=settings.schedule.max_staleness, step_s=1.0)
     log = Log()
@@ -118,7 +122,19 @@ def run(
 
         loop = asyncio.get_running_loop()
         hosts = [RolloutHost(g, scorer or ScriptedScorer(), lambda ids: "") for g in generators]
-        pool = GeneratorPool([LocalReplica(f"generator {i}", host) for i, host in enumerate(hosts)])
+
+        def restart(name: str) -> LocalReplica:
+            assert spare is not None
+            generators.append(spare())
+            return LocalReplica(name, RolloutHost(generators[-1], scorer or ScriptedScorer(), lambda ids: ""))
+
+        pool = GeneratorPool(
+            [LocalReplica(f"generator {i}", host) for i, host in enumerate(hosts)],
+            restart=restart if spare is not None else None,
+            max_restarts=settings.generators.max_restarts,
+            health_every_s=settings.generators.health_every_s,
+            health_timeout_s=settings.generators.health_timeout_s,
+        )
         publisher = WeightPublisher(
             learner,
             pool,

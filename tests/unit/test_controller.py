@@ -204,8 +204,16 @@ def test_a_push_that_fails_with_a_dead_receiver_is_sent_to_the_survivors() -> No
 def test_a_version_whose_push_failed_is_not_live() -> None:
     settings = config("run.steps=8")
     with pytest.raises(ExceptionGroup) as caught:
-        run(settings, [ScriptedGenerator(**FAST)], learner(settings, step_s=1.0, failed_pushes={3}))
-    assert "push call 3 of version 3 failed" in str(caught.value.exceptions[0])
+        run(settings, [ScriptedGenerator(**FAST)], learner(settings, step_s=1.0, failed_pushes={3, 4}))
+    assert "push call 4 of version 3 failed" in str(caught.value.exceptions[0])
+
+
+def test_a_push_that_fails_once_without_a_death_is_sent_again_over_a_new_group() -> None:
+    settings = config("run.steps=8")
+    pusher = learner(settings, step_s=1.0, failed_pushes={3})
+    outcome = run(settings, [ScriptedGenerator(**FAST)], pusher)
+    assert outcome.learner.pushed == list(range(9))
+    assert [spec.prefix for spec in pusher.push_groups] == ["push1", "push2"]
 
 
 def test_a_receiver_with_other_weights_ends_the_run() -> None:

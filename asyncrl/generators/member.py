@@ -1,0 +1,169 @@
+"""One life of a replica, from its start to its death, and what the pool knows of it.
+
+Invariants:
+- Dead is for ever: a replica that is restarted is a new ``Member`` of the same name.
+- Whoever awaits ``call`` hears of the death at once, with GeneratorError, however deep the replica
+  hangs; a call that fails with GeneratorError is itself the death.
+- A member takes work only while ``live``, and is let in only at the version that it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+from asyncrl.errors import GeneratorError, InfrastructureError
+from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
+from asyncrl.rollout import GroupRequest
+from asyncrl.types import GroupMeta
+from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+State = Literal["starting", "joining", "live", "dead"]
+"""``joining``: it runs, but waits for the weights of a version to take work with."""
+
+
+class Replica(Protocol):
+    """One generator with its rollout host, wherever it runs. Raises GeneratorError when it died."""
+
+    name: str
+
+    async def start(self) -> None: ...
+
+    async def run_group(self, request: GroupRequest) -> tuple[GroupMeta, Any]:
+        """The group's meta, and a reference to (or the bytes of) its payload.
+
+        Cancelling the awaiting task cancels the rollout and frees its slots.
+        """
+        ...
+
+    async def ping(self) -> None:
+        """Return while the engine can sample; raise GeneratorError once it cannot."""
+        ...
+
+    async def join(self, spec: PushGroupSpec) -> None: ...
+
+    async def receive(self, version: int) -> None: ...
+
+    async def swap(self, version: int, *, in_flight: bool, kv: KVAfterSwap) -> WeightEcho: ...
+
+    async def statistics(self) -> GeneratorStatistics: ...
+
+    async def close(self) -> None:
+        """End in good order, within seconds."""
+        ...
+
+    async def kill(self) -> None:
+        """End now, whatever state it is in: it may be hung, or dead already."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A replica and its state; ``on_change`` is called after each change of it."""
+
+    replica: Replica
+    on_change: Callable[[], None]
+    life: int = 0
+    """How often the replica of this name was restarted before."""
+    fruitless: int = 0
+    """Restarts in a row before this life, since a life that completed a group."""
+    state: State = "starting"
+    version: int = 0
+    why: str = ""
+    """Why it is dead."""
+    completed: int = 0
+    """Groups that came back."""
+    outstanding_tokens: int = 0
+    groups: set[tuple[str, int]] = field(default_factory=set)
+    """Uid and ordinal of each group that it works on, evaluation included."""
+    _died: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> str:
+        return self.replica.name
+
+    @property
+    def alive(self) -> bool:
+        return self.state != "dead"
+
+    def started(self) -> None:
+        """It runs, and waits for weights."""
+        if self.state == "starting":
+            self._become("joining")
+
+    def let_in(self, version: int) -> None:
+        """It holds ``version``'s weights, and may work with them. No effect on the dead."""
+        self.version = version
+        if self.state == "joining":
+            self._become("live")
+
+    def give_up(self, why: str) -> None:
+        """It is dead: it gets no more work, and all that wait for it hear so now."""
+        if self.alive:
+            self.why = why
+            log.error("%s is out with %d groups: %s", self.name, len(self.groups), why)
+            self._become("dead")
+            self._died.set()
+
+    async def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await a call of the replica; raises GeneratorError as soon as it fails or is given up."""
+        if not self.alive:
+            work.close()
+            raise GeneratorError(f"{self.name} is dead: {self.why}")
+        task = asyncio.ensure_future(work)
+        death = asyncio.ensure_future(self._died.wait())
+        try:
+            await asyncio.wait((task, death), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise GeneratorError(f"{self.name} was given up: {self.why}")
+        except GeneratorError as error:
+            self.give_up(str(error))
+            raise
+        finally:
+            task.cancel()
+            death.cancel()
+            await asyncio.gather(task, death, return_exceptions=True)
+
+    async def check(self, timeout_s: float) -> None:
+        """Ping it, and give it up when it does not answer, or not in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.call(self.replica.ping())
+        except TimeoutError:
+            self.give_up(f"no answer to a ping in {timeout_s:g} s")
+        except InfrastructureError as error:
+            self.give_up(str(error))
+
+    async def watch(self, every_s: float, timeout_s: float) -> None:
+        """Check it each ``every_s`` seconds; returns once it is dead, for whatever reason."""
+        while self.alive:
+            try:
+                async with asyncio.timeout(every_s):
+                    await self._died.wait()
+            except TimeoutError:
+                await self.check(timeout_s)
+
+    def describe(self) -> str:
+        """A line of a stall report."""
+        state = {
+            "starting": "starting",
+            "joining": "started, waits for weights",
+            "live": f"live at version {self.version}",
+            "dead": f"dead ({self.why.splitlines()[0] if self.why else 'no reason given'})",
+        }[self.state]
+        return (
+            f"{self.name}: {state}, {len(self.groups)} groups, "
+            f"at most {self.outstanding_tokens} tokens outstanding"
+        )
+
+    def _become(self, state: State) -> None:
+        self.state = state
+        self.on_change()

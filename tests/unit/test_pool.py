@@ -1,0 +1,387 @@
+"""Deaths, hangs, restarts and late joins of generator replicas, on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.errors import GeneratorError, NoGeneratorError, VersionGoneError
+from asyncrl.generators.local import LocalReplica
+from asyncrl.generators.pool import GeneratorPool
+from asyncrl.generators.scripted import Failure, ScriptedGenerator, constant_length
+from asyncrl.learners.scripted import ScriptedLearner
+from asyncrl.rollout import GroupRequest, RolloutHost
+from asyncrl.simulate.clock import run_virtual
+from asyncrl.types import SamplingParams, Task
+
+from .controller_harness import Outcome, ScriptedScorer, config, run
+
+FAST = {"length": constant_length(10), "token_s": 0.1}  # a group takes 1 s
+DEPTH_ONE = ("run.steps=30", "schedule.pipeline_depth=1", "schedule.max_staleness=2")
+
+
+def fast(**script) -> ScriptedGenerator:
+    return ScriptedGenerator(**{**FAST, **script})
+
+
+def slow_start() -> ScriptedGenerator:
+    return fast(start_s=7.0)
+
+
+def learner(settings: Config, **script) -> ScriptedLearner:
+    return ScriptedLearner(max_staleness=settings.schedule.max_staleness, **{"step_s": 1.0, **script})
+
+
+def held_out(count: int) -> list[Task]:
+    return [Task(i, f"eval-{i}", "", (1, 2)) for i in range(count)]
+
+
+def assert_all_trained(outcome: Outcome) -> None:
+    """Nothing lost, nothing failed, nothing dropped; nothing twice is the harness's own check."""
+    counts = outcome.summary.counts
+    batch, steps = outcome.controller.config.rollout.groups_per_step, outcome.controller.config.run.steps
+    assert counts["trained"] == counts["submitted"] == batch * steps
+
+
+# ------------------------------------------------------------------ the pool alone
+
+
+def request(ordinal: int = 0, tokens: int = 10, samples: int = 2) -> GroupRequest:
+    task = Task(ordinal, f"train-{ordinal}", "", (1, 2, 3))
+    return GroupRequest(task, 0, samples, SamplingParams(tokens), seed=0, deadline_s=1000.0)
+
+
+def replica(name: str, generator: ScriptedGenerator) -> LocalReplica:
+    return LocalReplica(name, RolloutHost(generator, ScriptedScorer(), lambda ids: ""))
+
+
+async def started(*generators: ScriptedGenerator, **settings) -> GeneratorPool:
+    pool = GeneratorPool([replica(f"generator {i}", g) for i, g in enumerate(generators)], **settings)
+    await pool.start()
+    pool.let_in(pool.joining, 0)
+    return pool
+
+
+def test_work_goes_to_the_fewest_outstanding_tokens() -> None:
+    async def main() -> list[int]:
+        pool = await started(fast(), fast(), fast())
+        sizes = [50, 10, 10, 10, 30, 10]
+        groups = [asyncio.ensure_future(pool.run_group(request(i, n))) for i, n in enumerate(sizes)]
+        await asyncio.sleep(0.01)
+        holders = [pool.holder(f"train-{i}", i) for i in range(len(sizes))]
+        assert [m.outstanding_tokens for m in pool.members] == [100, 80, 60]
+        await asyncio.gather(*groups)
+        assert [m.outstanding_tokens for m in pool.members] == [0, 0, 0]
+        return [int(name.split()[1]) for name in holders]
+
+    assert run_virtual(main()) == [0, 1, 2, 1, 2, 1]
+
+
+def test_a_hung_replica_is_noticed_within_interval_and_deadline_and_fails_its_requests_then() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        hanging = fast()
+        pool = await started(hanging, health_every_s=1.0, health_timeout_s=3.5)
+        supervisor = asyncio.ensure_future(pool.supervise())
+        await asyncio.sleep(0.25)
+        group = asyncio.ensure_future(pool.run_group(request(tokens=10_000)))
+        await asyncio.sleep(0.01)
+        hanging.freeze()
+        since = loop.time()
+        with pytest.raises(GeneratorError, match=r"no answer to a ping in 3.5 s"):
+            await group
+        noticed = loop.time() - since
+        with pytest.raises(NoGeneratorError, match="no answer to a ping"):
+            await supervisor
+        with pytest.raises(NoGeneratorError):
+            await pool.run_group(request())
+        return noticed
+
+    assert 3.5 < run_virtual(main()) <= 4.5
+
+
+def test_an_idle_replica_whose_engine_broke_is_noticed_by_its_ping() -> None:
+    async def main() -> None:
+        broken = fast()
+        pool = await started(broken, fast())
+        supervisor = asyncio.ensure_future(pool.supervise())
+        broken.die("the decode thread failed")
+        await asyncio.sleep(1.0)
+        assert [m.state for m in pool.members] == ["dead", "live"]
+        assert pool.members[0].why == "the decode thread failed"
+        supervisor.cancel()
+
+    run_virtual(main())
+
+
+def test_a_replica_that_answers_pings_but_not_its_group_is_taken_for_hung() -> None:
+    async def main() -> None:
+        pool = await started(fast(failure=lambda request: Failure("hang")))
+        with pytest.raises(GeneratorError, match=r"generator 0 did not answer for train-0 in 50 s"):
+            await pool.run_group(request(), limit_s=50.0)
+        assert not pool.live
+
+    run_virtual(main())
+
+
+def test_a_restarted_replica_takes_no_work_before_it_is_let_in() -> None:
+    async def main() -> None:
+        first = fast()
+        pool = await started(first, restart=lambda name: replica(name, slow_start()))
+        supervisor = asyncio.ensure_future(pool.supervise())
+        first.die()
+        await asyncio.sleep(1.5)
+        group = asyncio.ensure_future(pool.run_group(request()))
+        await asyncio.sleep(20.0)
+        assert [m.state for m in pool.members] == ["joining"]
+        assert not group.done()
+        assert pool.restarts == 1
+        pool.let_in(pool.joining, 4)
+        await group
+        assert pool.live_version == 4
+        supervisor.cancel()
+
+    run_virtual(main())
+
+
+def test_restarts_back_off_and_end_after_max_restarts_without_a_completed_group() -> None:
+    deaths: list[float] = []
+
+    def stillborn(name: str) -> LocalReplica:
+        deaths.append(asyncio.get_running_loop().time())
+        generator = fast()
+        generator.die("no memory")
+        generator.start = generator.check_health  # type: ignore[method-assign]
+        return replica(name, generator)
+
+    async def main() -> None:
+        first = fast()
+        pool = await started(first, restart=stillborn, max_restarts=4)
+        first.die()
+        with pytest.raises(NoGeneratorError, match=r"max_restarts = 4 .* generator 0 after 4 restarts: no memory"):
+            await pool.supervise()
+
+    run_virtual(main())
+    waits = [after - before for before, after in zip(deaths, deaths[1:], strict=False)]
+    assert waits == pytest.approx([2.0, 4.0, 8.0])
+
+
+def test_a_completed_group_makes_up_for_earlier_restarts() -> None:
+    async def main() -> None:
+        made = [fast()]
+
+        def restart(name: str) -> LocalReplica:
+            made.append(fast())
+            return replica(name, made[-1])
+
+        pool = await started(made[0], restart=restart, max_restarts=1)
+        supervisor = asyncio.ensure_future(pool.supervise())
+        for life in range(5):
+            await pool.run_group(request(life))
+            made[-1].die()
+            await pool.until(lambda pool: pool.joining)
+            pool.let_in(pool.joining, 0)
+        assert pool.restarts == 5
+        supervisor.cancel()
+
+    run_virtual(main())
+
+
+def test_work_for_a_version_waits_for_it_or_hears_that_it_is_gone() -> None:
+    async def main() -> None:
+        first = fast()
+        pool = await started(first, restart=lambda name: replica(name, fast()))
+        supervisor = asyncio.ensure_future(pool.supervise())
+        await pool.run_group(request(), version=0)
+        first.die()
+        same = asyncio.ensure_future(pool.run_group(request(1), version=0))
+        await pool.until(lambda pool: pool.joining)
+        assert not same.done()
+        pool.let_in(pool.joining, 0)
+        await same
+        pool.let_in(pool.live, 1)
+        with pytest.raises(VersionGoneError, match="no replica holds version 0 any more, and the newest is 1"):
+            await pool.run_group(request(2), version=0)
+        supervisor.cancel()
+
+    run_virtual(main())
+
+
+# ------------------------------------------------------------------ whole runs
+
+
+def kill(which: int, at: float):
+    async def during(outcome: Outcome) -> None:
+        await asyncio.sleep(at)
+        outcome.generators[which].die()
+
+    return during
+
+
+def freeze(which: int, at: float):
+    async def during(outcome: Outcome) -> None:
+        await asyncio.sleep(at)
+        outcome.generators[which].freeze()
+
+    return during
+
+
+@pytest.mark.parametrize("end", [kill, freeze])
+@pytest.mark.parametrize("at", [3.05, 3.3, 4.0, 4.7])
+def test_a_run_outlives_one_of_two_replicas_and_gets_it_back(end, at: float) -> None:
+    settings = config(*DEPTH_ONE)
+    pusher = learner(settings, push_s=0.2)
+    outcome = run(settings, [fast(), fast()], pusher, during=end(0, at), spare=slow_start)
+    assert_all_trained(outcome)
+    assert len(outcome.generators) == 3
+    live = [line["generator/replicas_live"] for line in outcome.log.lines[1:]]
+    assert live[0] == live[-1] == 2
+    assert min(live) == 1
+    assert outcome.log.lines[-1]["generator/restarts"] == 1
+    _, other, restarted = outcome.generators
+    assert restarted.live_version == other.live_version == 30
+    # It sampled, and nothing before its first push: its tokens start at a later version.
+    assert restarted.statistics().tokens > 0
+
+
+@pytest.mark.parametrize("end", [kill, freeze])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("at", [0.05, 1.5, 3.05, 3.5, 4.1])
+def test_a_run_outlives_its_only_replica(end, depth: int, at: float) -> None:
+    settings = config(
+        "run.steps=12", f"schedule.pipeline_depth={depth}", f"schedule.max_staleness={depth + 1}"
+    )
+    outcome = run(settings, [fast()], learner(settings, push_s=0.2), during=end(0, at), spare=slow_start)
+    assert_all_trained(outcome)
+    assert outcome.generators[1].live_version == 12
+
+
+def test_the_only_replica_may_die_again_and_again_whatever_the_loop_waits_for() -> None:
+    settings = config(
+        "run.steps=40", "schedule.pipeline_depth=2", "schedule.max_staleness=5", "schedule.publish_every=3"
+    )
+
+    async def kill_each(outcome: Outcome) -> None:
+        for nap in (2.3, 9.1, 9.7, 10.3, 11.9, 8.2, 9.4):
+            await asyncio.sleep(nap)
+            outcome.generators[-1].die()
+
+    outcome = run(settings, [fast()], learner(settings, push_s=0.4), during=kill_each, spare=lambda: fast(start_s=2))
+    assert_all_trained(outcome)
+    assert outcome.log.lines[-1]["generator/restarts"] == 7
+
+
+def test_synchronous_runs_train_on_the_same_samples_whoever_dies() -> None:
+    settings = config("run.steps=10", "schedule.pipeline_depth=0", "schedule.max_staleness=0")
+    calm = run(settings, [fast(), fast()])
+    stormy = run(settings, [fast(), fast()], during=kill(0, 4.4), spare=slow_start)
+    assert calm.learner.ordinals == stormy.learner.ordinals
+    assert [b.items[0].payload for b in calm.learner.batches] == [
+        b.items[0].payload for b in stormy.learner.batches
+    ]
+
+
+def test_replicas_that_stay_dead_end_the_run() -> None:
+    settings = config("run.steps=30", "generators.max_restarts=2")
+
+    def doomed() -> ScriptedGenerator:
+        return fast(failure=lambda request: Failure("die", 3))
+
+    outcome: list[ScriptedGenerator] = []
+
+    def spare() -> ScriptedGenerator:
+        outcome.append(doomed())
+        return outcome[-1]
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run(settings, [doomed(), doomed()], spare=spare)
+    assert caught.group_contains(NoGeneratorError, match="generators.max_restarts = 2 in a row")
+    assert len(outcome) == 4
+
+
+def test_a_prompt_that_kills_its_replicas_fails_by_name_and_the_run_goes_on() -> None:
+    settings = config(*DEPTH_ONE)
+
+    def fragile() -> ScriptedGenerator:
+        return fast(failure=lambda r: Failure("die", 5) if r.key.ordinal == 6 else None, slots=64)
+
+    outcome = run(settings, [fragile(), fragile()], learner(settings), spare=fragile)
+    failed = {r.ordinal: r.reason for r in outcome.log.retired_ if r.state == "failed"}
+    assert 6 in failed
+    assert "3 replicas died with train-6 among their groups (rollout.max_attempts = 3)" in failed[6]
+    assert outcome.summary.counts["trained"] == 60
+
+
+@pytest.mark.parametrize("at", [0.3, 3.9, 4.4, 5.0, 9.0])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_evaluations_outlive_a_death_and_stay_of_one_version(
+    at: float, replicas: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(
+        "run.steps=9", "eval.every=3", "schedule.pipeline_depth=1", "schedule.max_staleness=2"
+    )
+    generators = [fast(slots=4) for _ in range(replicas)]
+    with caplog.at_level(logging.WARNING, logger="asyncrl"):
+        outcome = run(
+            settings,
+            generators,
+            learner(settings, step_s=0.5),
+            eval_tasks=held_out(8),
+            during=kill(0, at),
+            spare=lambda: fast(slots=4, start_s=3.0),
+        )
+    assert_all_trained(outcome)
+    evaluated = {line["policy_version"]: line for line in outcome.log.lines if "eval/reward_mean" in line}
+    assert sorted(evaluated) == [0, 3, 6, 9]
+    for version, line in evaluated.items():
+        assert line["eval/prompts"] == 8
+        moved = f"the evaluation of version {version} becomes one of {int(line['eval/policy_version'])}"
+        assert line["eval/policy_version"] == version or moved in caplog.text
+
+
+def test_an_evaluation_whose_version_died_out_is_made_of_the_next() -> None:
+    settings = config("run.steps=9", "eval.every=3", "schedule.pipeline_depth=1", "schedule.max_staleness=2")
+
+    async def kill_in_evaluation(outcome: Outcome) -> None:
+        while outcome.controller._evaluation is None:
+            await asyncio.sleep(0.1)
+        # The learner is in the update 3 -> 4 by now, so that the weights of version 3 are nowhere else.
+        await asyncio.sleep(0.3)
+        outcome.generators[0].die()
+
+    outcome = run(
+        settings,
+        [ScriptedGenerator(length=constant_length(40), token_s=0.1)],
+        learner(settings, step_s=2.0),
+        eval_tasks=held_out(8),
+        during=kill_in_evaluation,
+        spare=slow_start,
+    )
+    assert_all_trained(outcome)
+    lines = {line["policy_version"]: line for line in outcome.log.lines if "eval/reward_mean" in line}
+    assert {version: line["eval/policy_version"] for version, line in lines.items()} == {0: 0, 3: 4, 6: 6, 9: 9}
+
+
+def test_an_evaluation_prompt_that_kills_its_replicas_is_counted_as_failed() -> None:
+    settings = config("run.steps=2", "eval.every=0", "eval.samples=1")
+
+    def fragile() -> ScriptedGenerator:
+        # Evaluations draw with seeds of their own.
+        return fast(failure=lambda r: Failure("die", 5) if r.key.seed and r.uid.startswith("eval-3") else None)
+
+    outcome = run(settings, [fragile()], eval_tasks=held_out(8), spare=fragile)
+    first = outcome.log.lines[0]
+    assert first["eval/failed"] >= 1
+    assert_all_trained(outcome)
+
+
+def test_a_receiver_that_hangs_in_a_push_holds_it_up_for_seconds_not_for_the_push_timeout() -> None:
+    settings = config("run.steps=8", "schedule.pipeline_depth=1", "schedule.max_staleness=2")
+    pusher = learner(settings, push_s=0.5)
+    # Versions are pushed from 2 s on, each 1.5 s; 10,000 s are allowed for a push.
+    outcome = run(settings, [fast(), fast()], pusher, during=freeze(0, 2.1), spare=slow_start)
+    assert_all_trained(outcome)
+    assert outcome.summary.wall_s < 30
