@@ -201,7 +201,8 @@ class RolloutSection(Section):
     min_group: PositiveInt = 2
     """Fewest surviving samples that a group may train with when ``reward.on_error`` is drop."""
     max_attempts: PositiveInt = 3
-    """Tries of one group when its replica dies or its deadline passes."""
+    """Tries of one group when the replica that it is on dies or hangs; the last with no other beside
+    it, so that a prompt that kills replicas is told from those that were only there."""
 
 
 class RewardFunctionSection(Section):

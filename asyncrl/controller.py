@@ -349,7 +349,8 @@ class Controller:
                 deadline_s=settings.deadline_s,
             )
             try:
-                meta, payload = await self._pool.run_group(request, limit_s=limit_s)
+                alone = 0 < len(deaths) == settings.max_attempts - 1
+                meta, payload = await self._pool.run_group(request, limit_s=limit_s, alone=alone)
                 break
             except GeneratorError as error:
                 deaths.append(str(error))
@@ -693,6 +694,6 @@ class Controller:
 def poisoned(uid: str, deaths: Sequence[str]) -> str:
     """The reason of a group that is given up because each replica that had it died."""
     return (
-        f"GeneratorError: {len(deaths)} replicas died with {uid} among their groups "
-        f"(rollout.max_attempts = {len(deaths)}), so it may be what kills them; the last: {deaths[-1]}"
+        f"GeneratorError: {uid} was on {len(deaths)} replicas when they died (rollout.max_attempts = "
+        f"{len(deaths)}), the last time with no other group beside it: {deaths[-1]}"
     )

@@ -101,7 +101,8 @@ class Evaluator:
         limit = config.rollout.max_attempts
         for attempt in range(1, limit + 1):
             try:
-                meta, _ = await self._pool.run_group(request, version=version)
+                alone = 1 < attempt == limit
+                meta, _ = await self._pool.run_group(request, version=version, alone=alone)
                 done.append(meta)
                 return
             except GeneratorError as error:

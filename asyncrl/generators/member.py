@@ -83,6 +83,8 @@ class Member:
     outstanding_tokens: int = 0
     groups: set[tuple[str, int]] = field(default_factory=set)
     """Uid and ordinal of each group that it works on, evaluation included."""
+    reserved: bool = False
+    """It gets no other work, for the sake of a group that is to run alone."""
     _died: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

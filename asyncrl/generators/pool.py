@@ -7,6 +7,7 @@ Invariants:
   GeneratorError, for the caller to issue again. It is killed before another of its name starts.
 - A restarted replica takes work only once the publisher has let it in at a version.
 - ``live_version`` is the oldest version among the replicas that take new work.
+- Work that is to run alone waits for a replica to empty itself, and keeps others off it meanwhile.
 - Work that finds no live replica waits as long as one is being restarted; with none left it raises
   NoGeneratorError.
 """
@@ -102,17 +103,23 @@ class GeneratorPool:
     # Work.
 
     async def run_group(
-        self, request: GroupRequest, *, limit_s: float | None = None, version: int | None = None
+        self,
+        request: GroupRequest,
+        *,
+        limit_s: float | None = None,
+        version: int | None = None,
+        alone: bool = False,
     ) -> tuple[GroupMeta, Any]:
         """Run a group on the least loaded live replica, waiting for one where all are being restarted.
 
         ``limit_s``: a replica that has not answered after so many seconds is taken for hung. ``version``:
-        only on a replica that is live at that very version.
+        only on a replica that is live at that very version. ``alone``: with no other group beside it, so
+        that it is known what the replica died of.
 
         Raises GeneratorError when the replica dies or is given up; NoGeneratorError when none is left;
         VersionGoneError when the last replica at ``version`` died and the policy has moved on.
         """
-        member = await self._choose(version)
+        member = await (self._reserve(version) if alone else self._choose(version))
         member.outstanding_tokens += request.max_tokens
         key = (request.task.uid, request.task.ordinal)
         member.groups.add(key)
@@ -126,16 +133,22 @@ class GeneratorPool:
         finally:
             member.outstanding_tokens -= request.max_tokens
             member.groups.discard(key)
+            member.reserved &= not alone
+            self._changed.notify()
         if member.alive:  # what was decided at its death stands
             member.completed += 1
         return outcome
 
     async def _choose(self, version: int | None) -> Member:
         def able(pool: GeneratorPool) -> list[Member]:
-            return [m for m in pool.live if version is None or m.version == version]
+            return [m for m in pool.live if not m.reserved and (version is None or m.version == version)]
 
         def gone(pool: GeneratorPool) -> bool:
-            return version is not None and pool.newest_version > version
+            return (
+                version is not None
+                and pool.newest_version > version
+                and all(member.version != version for member in pool.live)
+            )
 
         await self.until(lambda pool: able(pool) or gone(pool))
         members = able(self)
@@ -145,6 +158,23 @@ class GeneratorPool:
                 "the last that held it died, and the learner has moved on"
             )
         return min(members, key=lambda m: m.outstanding_tokens)
+
+    async def _reserve(self, version: int | None) -> Member:
+        """A live replica with no group, which gets none until ``reserved`` is taken back."""
+        while True:
+            member = await self._choose(version)
+            member.reserved = True
+            try:
+                await self._emptied(member)
+            except BaseException:
+                member.reserved = False
+                self._changed.notify()
+                raise
+            if member.alive:
+                return member
+
+    async def _emptied(self, member: Member) -> None:
+        await self.until(lambda pool: not (member.alive and member.groups))
 
     def let_in(self, members: Sequence[Member], version: int) -> None:
         """The members hold ``version``, checked: they may work with it."""

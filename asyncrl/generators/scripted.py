@@ -279,6 +279,7 @@ class ScriptedGenerator:
         """Hang from now on, as a stopped process does: nothing goes on or answers until ``close``."""
         self._advance()
         self._frozen = asyncio.get_running_loop().create_future()
+        self._frozen.add_done_callback(lambda frozen: frozen.exception())  # perhaps nobody waits
         self._holds += 1
         self._reschedule()
 

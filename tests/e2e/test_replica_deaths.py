@@ -1,0 +1,80 @@
+"""Generator processes that are killed and stopped under a real run: it goes on, and gets them back."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from .runs import Run, assert_sound, start
+
+NOTICED_WITHIN_S = 5.0
+BACK_WITHIN_S = 120.0
+LOOK_EVERY_S = 0.05
+
+
+def wait_until(run: Run, what: str, limit_s: float, condition: Callable[[], bool]) -> float:
+    """Seconds until ``condition`` held."""
+    began = time.monotonic()
+    while not condition():
+        waited = time.monotonic() - began
+        assert run.process.poll() is None, f"the run ended before {what}:\n{run.text}"
+        assert waited < limit_s, f"not within {limit_s} s: {what}\n{run.text}"
+        time.sleep(LOOK_EVERY_S)
+    return time.monotonic() - began
+
+
+def generators(run: Run) -> list[psutil.Process]:
+    """The generator actors, oldest first; Ray names a process after its actor."""
+    actors = [p for p in run.processes() if "GeneratorActor" in " ".join(p.cmdline())]
+    return sorted(actors, key=lambda process: process.create_time())
+
+
+def deaths(run: Run) -> int:
+    return len(re.findall(r"generator \d is out with", run.text))
+
+
+def strike(run: Run, victims: list[psutil.Process], number: signal.Signals, expected: int) -> None:
+    """Send the signal to the victims: noticed in time, and all replicas live again in time."""
+    lines = len(run.metrics)
+    wait_until(run, "another step", 60, lambda: len(run.metrics) > lines)
+    for victim in victims:
+        victim.send_signal(number)
+    wait_until(run, f"{number.name} noticed", NOTICED_WITHIN_S, lambda: deaths(run) >= expected)
+
+    def whole_again() -> bool:
+        last = run.metrics[-1]
+        return last["generator/restarts"] >= expected and last["generator/replicas_live"] == 2
+
+    took = wait_until(run, f"all live again after {number.name}", BACK_WITHIN_S, whole_again)
+    assert took < BACK_WITHIN_S
+    assert not any(victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE for victim in victims)
+
+
+def test_killed_and_stopped_generators_are_noticed_and_come_back_at_the_live_version(tmp_path: Path) -> None:
+    run = start(
+        tmp_path, "run.steps=100000", "generators.replicas=2", "data.eval=null", "eval.every=0", name="deaths"
+    )
+    run.wait_for_steps(3)
+    assert len(generators(run)) == 2
+    strike(run, generators(run)[:1], signal.SIGKILL, expected=1)
+    strike(run, generators(run)[:1], signal.SIGSTOP, expected=2)
+    # None is left, and nothing can be pushed by the next update: the learner has to do it in between.
+    strike(run, generators(run), signal.SIGKILL, expected=4)
+    lines = len(run.metrics)
+    wait_until(run, "three more steps", 60, lambda: len(run.metrics) >= lines + 3)
+    run.interrupt(signal.SIGINT)
+    assert run.wait(60) == 130, run.text
+    run.assert_nothing_left(within_s=15)
+    assert_sound(run, max_staleness=2, capacity=4)
+    last = run.metrics[-1]
+    assert last["generator/restarts"] == 4
+    assert last["ledger/failed"] == 0, "a prompt was blamed for a death that we caused"
+    back = [int(version) for version in re.findall(r"generator \d is back, at version (\d+)", run.text)]
+    assert len(back) == 4
+    assert all(version >= 3 for version in back), f"let in at versions {back}, not at the live one"
+    assert back == sorted(back)
