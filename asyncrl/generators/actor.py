@@ -10,11 +10,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 
@@ -46,13 +48,15 @@ class GeneratorActor:
         self._close: Callable[[], Awaitable[None]] | None = None
 
     @ray.method(concurrency_group="generate")
-    async def start(self) -> None:
+    async def start(self) -> tuple[str, int]:
+        """Build and start everything; returns the node and the process that it runs in."""
         from asyncrl.generators.build import build_host
 
         self._home = asyncio.get_running_loop()
         self._host, self._close = await build_host(
             self._config, self._model_path, self._folder, self._all_cores
         )
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     @ray.method(concurrency_group="generate")
     async def run_group(self, request: GroupRequest) -> tuple[GroupMeta, bytes]:
@@ -117,15 +121,20 @@ class RayReplica:
         self._actor = _RemoteGenerator.options(**actor_options(gpus)).remote(
             config, model_path, str(Path.cwd()), cores
         )
+        self._process: psutil.Process | None = None
+        """Its process, where that runs on this machine."""
 
     async def start(self) -> None:
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                await self._call(self._actor.start.remote())
+                node, pid = await self._call(self._actor.start.remote())
         except TimeoutError:
             raise GeneratorError(
                 f"{self.name} did not start in generators.start_timeout_s = {self._start_timeout_s:g} s"
             ) from None
+        if node == ray.get_runtime_context().get_node_id():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._process = psutil.Process(pid)
 
     async def run_group(self, request: GroupRequest) -> tuple[GroupMeta, Any]:
         meta_ref, payload_ref = self._actor.run_group.options(num_returns=2).remote(request)
@@ -162,6 +171,10 @@ class RayReplica:
             ray.kill(self._actor)
 
     async def kill(self) -> None:
+        # Ray asks first, and a stopped process does not answer: its sockets would stay open for seconds.
+        if self._process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._process.kill()
         ray.kill(self._actor)
 
     async def _call(self, ref: Any) -> Any:

@@ -41,8 +41,10 @@ class TorchGenerator:
         await self._engine.resume()
 
     async def join(self, spec: PushGroupSpec) -> None:
-        if self._group is not None:
-            self._group.close()
+        group, self._group = self._group, None
+        if group is not None:
+            # In a thread: it may wait for a broadcast that a dead peer holds up.
+            await asyncio.to_thread(group.close)
         self._group = await asyncio.to_thread(PushGroup, spec)
 
     async def receive(self, version: int) -> None:

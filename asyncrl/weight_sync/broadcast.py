@@ -32,6 +32,9 @@ dist: Any = torch.distributed
 
 _MAGIC = 0x61737263726C
 
+_MEETING_S = 30.0
+"""Longest that a sender waits for its receivers to come to the store; receivers wait twice as long."""
+
 
 def create_store(host: str, timeout_s: float) -> Any:
     """The meeting point of push groups, on a free port of ``host``; lives as long as the object."""
@@ -64,6 +67,7 @@ class PushGroup:
             # Kept: the group uses the store as long as it lives.
             self._store = store if store is not None else connect_store(spec)
             prefixed = dist.PrefixStore(spec.prefix, self._store)
+            _meet(prefixed, spec)
             self._group: Any = _create_group(prefixed, spec)
             self.device = torch.device("cuda" if spec.backend == "nccl" else "cpu")
             if spec.world_size > 1:
@@ -133,6 +137,16 @@ class PushGroup:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         return self._group.broadcast([tensor], options)
+
+
+def _meet(store: Any, spec: PushGroupSpec) -> None:
+    """Wait until all members are there: what builds the group has no deadline but that of a push.
+
+    Receivers are the more patient: a sender that waited in vain for an earlier group is on its way.
+    """
+    seconds = min(spec.timeout_s, _MEETING_S * (1 if spec.rank == 0 else 2))
+    store.set(f"here{spec.rank}", "")
+    store.wait([f"here{rank}" for rank in range(spec.world_size)], timedelta(seconds=seconds))
 
 
 def _create_group(store: Any, spec: PushGroupSpec) -> Any:
