@@ -59,22 +59,26 @@ def test_killed_and_stopped_generators_are_noticed_and_come_back_at_the_live_ver
     run = start(
         tmp_path, "run.steps=100000", "generators.replicas=2", "data.eval=null", "eval.every=0", name="deaths"
     )
-    run.wait_for_steps(3)
-    assert len(generators(run)) == 2
-    strike(run, generators(run)[:1], signal.SIGKILL, expected=1)
-    strike(run, generators(run)[:1], signal.SIGSTOP, expected=2)
-    # None is left, and nothing can be pushed by the next update: the learner has to do it in between.
-    strike(run, generators(run), signal.SIGKILL, expected=4)
-    lines = len(run.metrics)
-    wait_until(run, "three more steps", 60, lambda: len(run.metrics) >= lines + 3)
-    run.interrupt(signal.SIGINT)
-    assert run.wait(60) == 130, run.text
-    run.assert_nothing_left(within_s=15)
+    try:
+        run.wait_for_steps(3)
+        assert len(generators(run)) == 2
+        strike(run, generators(run)[:1], signal.SIGKILL, expected=1)
+        strike(run, generators(run)[:1], signal.SIGSTOP, expected=2)
+        # None is left then, and no update will come to be pushed: the learner has to push in between.
+        strike(run, generators(run), signal.SIGKILL, expected=4)
+        lines = len(run.metrics)
+        wait_until(run, "three more steps", 60, lambda: len(run.metrics) >= lines + 3)
+        run.interrupt(signal.SIGINT)
+        assert run.wait(60) == 130, run.text
+        run.assert_nothing_left(within_s=15)
+    finally:
+        for process in run.processes():
+            process.kill()
     assert_sound(run, max_staleness=2, capacity=4)
     last = run.metrics[-1]
     assert last["generator/restarts"] == 4
     assert last["ledger/failed"] == 0, "a prompt was blamed for a death that we caused"
     back = [int(version) for version in re.findall(r"generator \d is back, at version (\d+)", run.text)]
     assert len(back) == 4
-    assert all(version >= 3 for version in back), f"let in at versions {back}, not at the live one"
     assert back == sorted(back)
+    assert back[0] >= 3, f"let in at versions {back}, not at the live one"
