@@ -73,9 +73,8 @@ class WeightPublisher:
         self._receivers: list[Member] = []
 
     async def open(self, info: LearnerInfo) -> None:
-        """Build the push group of the learner and all replicas."""
+        """Take the facts of a learner that stands; the first push builds the group."""
         self._info = info
-        await self._rebuild(self._pool.receivers)
 
     async def publish(self, version: int) -> PublishReport:
         """Make ``version``, which the learner holds, live on all replicas, the restarted ones included.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import random
 
 import pytest
 
@@ -12,7 +13,7 @@ from asyncrl.config import Config
 from asyncrl.errors import GeneratorError, NoGeneratorError, VersionGoneError
 from asyncrl.generators.local import LocalReplica
 from asyncrl.generators.pool import GeneratorPool
-from asyncrl.generators.scripted import Failure, ScriptedGenerator, constant_length
+from asyncrl.generators.scripted import Failure, ScriptedGenerator, constant_length, log_normal_length
 from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.rollout import GroupRequest, RolloutHost
 from asyncrl.simulate.clock import run_virtual
@@ -426,3 +427,51 @@ def test_a_receiver_that_hangs_in_a_push_holds_it_up_for_seconds_not_for_the_pus
     outcome = run(settings, [fast(), fast()], pusher, during=freeze(0, 2.1), spare=slow_start)
     assert_all_trained(outcome)
     assert outcome.summary.wall_s < 30
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_storms_lose_nothing_break_no_bound_and_never_deadlock(seed: int) -> None:
+    """Deaths and hangs at random moments of random schedules; the harness checks every retirement."""
+    rng = random.Random(seed)
+    depth, every = rng.randint(0, 3), rng.randint(1, 3)
+    settings = config(
+        f"run.steps={rng.randint(6, 20)}",
+        f"rollout.groups_per_step={rng.randint(1, 3)}",
+        "rollout.max_attempts=1000",
+        f"schedule.pipeline_depth={depth}",
+        f"schedule.publish_every={every}",
+        f"schedule.max_staleness={depth + every - 1 + rng.randint(0, 2)}",
+        f"schedule.at_bound={rng.choice(['wait', 'drop'])}",
+        f"schedule.in_flight_updates={rng.choice(['true', 'false'])}",
+        f"eval.every={rng.choice([0, 2, 3])}",
+        "generators.max_restarts=1000",
+    )
+
+    def generator() -> ScriptedGenerator:
+        return ScriptedGenerator(
+            slots=rng.choice([2, 64]),
+            length=log_normal_length(8, 0.8),
+            token_s=0.1,
+            start_s=rng.choice([0.0, 2.0, 10.0]),
+            receive_s=rng.choice([0.0, 0.3]),
+            swap_s=rng.choice([0.0, 0.1]),
+        )
+
+    async def storm(outcome: Outcome) -> None:
+        for _ in range(rng.randint(1, 6)):
+            await asyncio.sleep(rng.expovariate(1 / 6))
+            victim = rng.choice(outcome.generators)
+            if victim._broken is None and victim._clock is not None:
+                rng.choice([victim.die, victim.freeze])()
+
+    outcome = run(
+        settings,
+        [generator() for _ in range(rng.randint(1, 3))],
+        learner(settings, step_s=rng.choice([0.1, 1.0, 5.0]), push_s=rng.choice([0.0, 0.5])),
+        eval_tasks=held_out(rng.choice([0, 4])),
+        during=storm,
+        spare=generator,
+    )
+    counts = outcome.summary.counts
+    assert counts["failed"] == 0
+    assert counts["submitted"] == counts["trained"] + counts["dropped"]
