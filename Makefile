@@ -26,7 +26,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 quickstart: $(INSTALLED)
-	$(BIN)/asyncrl train --config configs/quickstart.yaml $(ARGS)
+	$(BIN)/asyncrl train --config configs/quickstart.yaml run.name=quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 install: $(INSTALLED)
 
