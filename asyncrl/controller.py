@@ -233,6 +233,7 @@ class Controller:
                 keepers = await self._start_up(group)
                 after = before = await self._evaluate_first()
                 training_start = self._now()
+                self._observer.phase("training")
                 pump = group.create_task(self._rollout_pump(group), name="rollout pump")
                 keepers.append(group.create_task(self._watchdog(), name="watchdog"))
                 await self._train_pump(group)

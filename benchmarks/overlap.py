@@ -2,9 +2,9 @@
 
     python benchmarks/overlap.py [--steps 40] [--repeats 2] [--json FILE] [key.sub=value ...]
 
-Both configs run in turn (sync, overlap, sync, overlap, ...) as ``asyncrl train`` does, with the generator on
-core 0 and the learner on core 1. The first steps and evaluations are left out of the window. Tokens are
-response tokens with loss_mask 1 of groups trained in the window, over its wall time.
+Both configs run in turn (sync, overlap, sync, overlap, ...) as ``asyncrl train`` does, with the
+generator on core 0 and the learner on core 1. The first steps and evaluations are left out of the
+window. Tokens are response tokens with loss_mask 1 of groups trained in the window, over its time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ MODES = ("sync", "overlap")
 PHASES = ("train", "weight_sync", "wait_for_batch", "wait_for_policy")
 
 
-def measure(mode: str, folder: Path, name: str, steps: int, warm_up: int, overrides: list[str]) -> dict[str, Any]:
+def measure(
+    mode: str, folder: Path, name: str, steps: int, warm_up: int, overrides: list[str]
+) -> dict[str, Any]:
     """Run one config; its figures over the steps after the warm-up."""
     command = [sys.executable, "-m", "asyncrl.cli", "train", "--config", str(CONFIGS / f"{mode}.yaml")]
     command += [f"run.dir={folder}", f"run.name={name}", f"run.steps={steps + warm_up}"]
@@ -48,7 +50,9 @@ def measure(mode: str, folder: Path, name: str, steps: int, warm_up: int, overri
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40, help="steps in the window (default 40)")
     parser.add_argument("--warm-up", type=int, default=5, help="steps left out before it (default 5)")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each config (default 2)")
@@ -62,9 +66,8 @@ def main() -> None:
                 name = f"{mode}-{repeat}"
                 figures = measure(mode, Path(scratch), name, args.steps, args.warm_up, args.overrides)
                 results[mode].append(figures)
-    speedups = [
-        o["tokens_per_s"] / s["tokens_per_s"] for s, o in zip(results["sync"], results["overlap"], strict=True)
-    ]
+    pairs = zip(results["sync"], results["overlap"], strict=True)
+    speedups = [overlap["tokens_per_s"] / sync["tokens_per_s"] for sync, overlap in pairs]
     report = {"runs": results, "speedups": speedups, "speedup": statistics.median(speedups)}
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
