@@ -181,7 +181,9 @@ class RayReplica:
         try:
             return await ref
         except RayActorError as error:
-            raise GeneratorError(f"{self.name} died: {error}") from error
+            # Ray's message is a page; what happened stands in the last lines, in one sentence each.
+            why = " ".join(str(error).split("The actor is dead because ")[-1].split())
+            raise GeneratorError(f"{self.name} died: {why}") from error
         except TaskCancelledError as error:
             raise GeneratorError(f"{self.name} cancelled a call that nobody gave up") from error
         except RayTaskError as error:
