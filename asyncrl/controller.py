@@ -17,10 +17,11 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncrl.alarms import LogprobAlarm
 from asyncrl.algorithms.advantages import group_advantages
 from asyncrl.config import Config
 from asyncrl.errors import (
@@ -52,6 +53,7 @@ from asyncrl.types import (
     Task,
     group_lag,
     sort_key,
+    unmasked,
 )
 from asyncrl.waiting import Signal, within
 from asyncrl.weight_sync.publish import PublishReport
@@ -202,6 +204,7 @@ class Controller:
         self._bad_in_a_row = 0
         self._times = PhaseTimes()
         self._bias = LengthBias()
+        self._alarm = LogprobAlarm.for_dtype(config.generators.logprob_diff_alarm, config.model.dtype)
         self._use = GeneratorUse(slots=config.generators.slots)
         self._lines: list[_Line] = []
         self._last = _Line({})
@@ -419,10 +422,15 @@ class Controller:
             if groups is None:
                 return
             version = self.budget.version
+            whole = sum(g.meta.loss_tokens for g in groups)
+            if self.config.schedule.at_bound == "mask":
+                groups = self._mask(groups)
             metas = [g.meta for g in groups]
             record = batch_metrics(version, metas)
+            record["staleness/masked_tokens"] = float(whole - sum(m.loss_tokens for m in metas))
             result = await self._update(version, groups)
             self._step += 1
+            self._alarm.check(version, result.metrics)
             self._observer.trained(self._step, groups)
             self._retire_batch(version, groups, result)
             evaluation = await self._publish_if_due(group)
@@ -433,14 +441,19 @@ class Controller:
         """The next batch by expiry; None once a stop was asked for."""
         start = self._now()
         taken: list[ReadyGroup] = []
-        drops = self.config.schedule.at_bound == "drop"
+        at_bound = self.config.schedule.at_bound
 
         def stopped_or_taken() -> bool:
             if self._stopped_by is not None:
                 return True
+            if at_bound == "mask":
+                self._drop_all_masked()
             outcome = self.queue.take()
-            if isinstance(outcome, Shortfall) and outcome.blocking and drops:
-                self._drop(outcome.blocking)
+            if isinstance(outcome, Shortfall) and outcome.missing and at_bound != "wait":
+                if at_bound == "drop":
+                    self._drop(outcome.blocking)
+                else:
+                    self._postpone(outcome.overdue)
                 outcome = self.queue.take()
             if not isinstance(outcome, Shortfall):
                 taken.extend(outcome)
@@ -464,6 +477,27 @@ class Controller:
             self.budget.retire(ordinal)
         self._note_starvation()
         self._changed.notify()
+
+    def _postpone(self, overdue: Sequence[tuple[int, int]]) -> None:
+        """Leave running groups to later steps, which train those of their tokens that are young enough."""
+        for ordinal, expiry in overdue:
+            self.budget.postpone(ordinal, expiry)
+            log.debug("%s is postponed to step %d", self._running[ordinal].task.uid, expiry)
+
+    def _drop_all_masked(self) -> None:
+        """Retire postponed groups that came too late for any of their tokens."""
+        for ordinal in self.queue.all_masked():
+            meta = self.queue.remove(ordinal).meta
+            mean = sum(meta.rewards) / len(meta.rewards)
+            self.ledger.retire(ordinal, "dropped", "all_masked", step=self._step, lag=None, reward_mean=mean)
+            self.budget.retire(ordinal)
+            self._note_starvation()
+            self._changed.notify()
+
+    def _mask(self, groups: Sequence[ReadyGroup]) -> list[ReadyGroup]:
+        """The batch with the counts of what it trains; the learner masks the tokens themselves."""
+        version, bound = self.budget.version, self.config.schedule.max_staleness
+        return [replace(group, meta=unmasked(version, bound, group.meta)) for group in groups]
 
     async def _update(self, version: int, groups: Sequence[ReadyGroup]) -> StepResult:
         items = tuple(

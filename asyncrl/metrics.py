@@ -2,7 +2,7 @@
 
 Invariants:
 - Everything here is computed from scalars (metas, counts, timings); no tensor is touched.
-- ``staleness/*`` uses ``types.group_lag``, as admission and the learner do.
+- ``staleness/*`` uses ``types.group_lag`` and ``types.token_lag``, as admission and the learner do.
 - A figure that does not exist for a step is left out, never made up.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.generators.base import GeneratorStatistics
-from asyncrl.types import GroupMeta, Metrics, TrajectoryMeta, group_lag
+from asyncrl.types import GroupMeta, Metrics, TrajectoryMeta, group_lag, token_lag
 
 
 @dataclass(slots=True)
@@ -92,7 +92,15 @@ def batch_metrics(version: int, metas: Sequence[GroupMeta]) -> Metrics:
         metrics["staleness/mean"] = statistics.fmean(lags)
         metrics["staleness/p95"] = float(percentile(lags, 0.95))
         metrics["staleness/max"] = float(max(lags))
+        metrics["staleness/token_mean"] = token_lag_mean(version, trajectories)
     return metrics
+
+
+def token_lag_mean(version: int, trajectories: Sequence[TrajectoryMeta]) -> float:
+    """Mean lag over all trained tokens, of which there is at least one."""
+    trained = [pair for t in trajectories for pair in t.trained]
+    tokens = sum(count for _, count in trained)
+    return sum(count * token_lag(version, sampled) for sampled, count in trained) / tokens
 
 
 def throughput_metrics(metas: Sequence[GroupMeta], step_s: float, train_s: float) -> Metrics:

@@ -5,7 +5,8 @@ in the same order. ``Learner`` is what the controller awaits: ``learners/group.p
 Ray actors, ``learners/scripted.py`` over a script.
 
 Invariants:
-- No token with lag > max_staleness gets past ``LearnerRank.step``: it raises StalenessError.
+- No token with lag > max_staleness gets past ``LearnerRank.step``: it raises StalenessError, or masks
+  the token out of the loss where it was told to (``at_bound: mask``).
 - The gradient of a step does not depend on how its samples were split over ranks and micro-batches.
 - An update whose loss or gradient is not finite changes neither parameters nor optimizer state.
 """
@@ -31,6 +32,8 @@ class TrainSample:
     ordinal: int
     trajectory: Trajectory
     advantage: float
+    masked: bool = False
+    """Whether tokens beyond the staleness bound were masked out of it."""
 
 
 @dataclass(frozen=True, slots=True)

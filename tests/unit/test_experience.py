@@ -15,8 +15,8 @@ from asyncrl.types import GroupMeta, ReadyGroup, TrajectoryMeta
 def ready(
     ordinal: int, expiry: int, *, versions: tuple[int, int] | None = None, nbytes: int = 10
 ) -> ReadyGroup:
-    oldest, newest = versions or (None, None)
-    trajectory = TrajectoryMeta(0, 1, 1, 1, 1.0, oldest, newest, "stop")
+    trained = tuple((version, 1) for version in sorted(set(versions or ())))
+    trajectory = TrajectoryMeta(0, 1, 2, 1.0, "stop", trained)
     meta = GroupMeta(ordinal, f"task-{ordinal}", 0, (trajectory,), checksum=0, nbytes=nbytes)
     return ReadyGroup(meta, b"", expiry)
 

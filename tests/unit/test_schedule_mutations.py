@@ -87,17 +87,17 @@ class ExpiryFromCompletion(StalenessBudget):
 class StartsAtTheTrainedVersion(StalenessBudget):
     """The start version is taken to be v, though generators still sample with g."""
 
-    def _issue(self, ordinal: int) -> Admission:
+    def _issue(self, ordinal: int, not_before: int = 0) -> Admission:
         live, self._live_version = self._live_version, self.version
-        admission = super()._issue(ordinal)
+        admission = super()._issue(ordinal, not_before)
         self._live_version = live
         return admission
 
 
 class ExpiresALittleLate(StalenessBudget):
-    def _issue(self, ordinal: int) -> Admission:
+    def _issue(self, ordinal: int, not_before: int = 0) -> Admission:
         self.max_staleness += 1
-        admission = super()._issue(ordinal)
+        admission = super()._issue(ordinal, not_before)
         self.max_staleness -= 1
         return admission
 
@@ -217,7 +217,7 @@ def test_a_selection_that_ignores_nesting_is_caught(monkeypatch):
 
 def stamp_newest(self: Trajectory) -> TrajectoryMeta:
     found = original_meta(self)
-    return dataclasses.replace(found, oldest_version=found.newest_version)
+    return dataclasses.replace(found, trained=((found.newest_version, found.loss_tokens),))
 
 
 original_meta = Trajectory.meta
