@@ -27,6 +27,11 @@ class PhaseTimes:
     """No rollout ran, because the budget admitted none."""
     train: float = 0.0
     weight_sync: float = 0.0
+    """Pushes, from their start until the version was live; with overlap, of those that ended in this step."""
+    weight_sync_stall: float = 0.0
+    """The learner stood still for a push: all of it, or with overlap the time of copying out."""
+    wait_for_push: float = 0.0
+    """With overlap: the learner waited for the push before to end."""
     weight_pause: float = 0.0
     """Longest standstill of a generator for the swap."""
     eval: float = 0.0

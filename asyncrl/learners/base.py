@@ -101,6 +101,14 @@ class LearnerRank(Protocol):
         """
         ...
 
+    def shards(self, bucket: Sequence[TensorSpec]) -> list[torch.Tensor]:
+        """This rank's own part of each tensor, flat, as it lies in memory: valid until the next update.
+
+        Below ZeRO 3, the whole tensors on rank 0 and [] elsewhere. With ZeRO 3, parts of one size on
+        every rank: put together in the order of the ranks they are the tensor and some padding.
+        """
+        ...
+
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full fp32 (or bf16) parameters by Hugging Face name; collective for ZeRO-3."""
         ...
@@ -121,6 +129,14 @@ class Learner(Protocol):
 
     async def open_push_group(self, spec: PushGroupSpec) -> None:
         """Rank 0 joins the group as rank 0; the receivers join at the same time."""
+        ...
+
+    async def copy_out(self, version: int) -> float:
+        """Copy the weights out between two updates, as ``version``; seconds of the slowest rank.
+
+        Only with ``weight_sync.overlap``: every ``push`` then sends what was copied out last, and may
+        run beside later updates.
+        """
         ...
 
     async def push(self, version: int) -> PushReport: ...

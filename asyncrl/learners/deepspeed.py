@@ -158,6 +158,12 @@ class DeepSpeedLearner:
             # A copy: the next update may run before the last of it is on the wire.
             return torch.cat([p.detach().reshape(-1).to(dtype) for p in parameters])
 
+    def shards(self, bucket: Sequence[TensorSpec]) -> list[Tensor]:
+        parameters: list[Any] = [self._parameters[spec.name] for spec in bucket]
+        if self._settings.zero_stage == 3:
+            return [p.ds_tensor.detach() for p in parameters]
+        return [p.detach().view(-1) for p in parameters] if self._rank == 0 else []
+
     def checksum(self) -> str:
         """Checksum of the full parameters; collective for ZeRO-3, the same on every rank."""
         return state_checksum(self.named_parameters())

@@ -26,7 +26,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.learners.collate import MicroBatch
 from asyncrl.types import Metrics
 
-
 _BY_AGE = ("kl", "weight_mean", "clip_fraction", "tokens")
 """What is summed up by the lag of a token; the last divides the others."""
 
