@@ -433,12 +433,13 @@ class Controller:
             if groups is None:
                 return
             version = self.budget.version
-            whole = sum(g.meta.loss_tokens for g in groups)
+            record: Metrics = {}
             if self.config.schedule.at_bound == "mask":
+                landed = sum(g.meta.loss_tokens for g in groups)
                 groups = self._mask(groups)
+                record["staleness/masked_tokens"] = float(landed - sum(g.meta.loss_tokens for g in groups))
             metas = [g.meta for g in groups]
-            record = batch_metrics(version, metas)
-            record["staleness/masked_tokens"] = float(whole - sum(m.loss_tokens for m in metas))
+            record |= batch_metrics(version, metas)
             result = await self._update(version, groups)
             self._step += 1
             self._alarm.check(version, result.metrics)

@@ -39,6 +39,8 @@ class Params:
     at_bound: Literal["wait", "drop", "mask"] = "wait"
     in_flight: bool = True
     replicas: int = 2
+    tokens: int = 3
+    """Most tokens that a group samples, one to this many."""
     lengths: Literal["constant", "exponential", "lognormal"] = "constant"
     rollout_time: float = 0.5
     update_time: float = 1.0
@@ -70,6 +72,7 @@ class Params:
             at_bound=at_bound,
             in_flight=draw.random() < 0.6 or at_bound == "mask",
             replicas=draw.randint(1, 3),
+            tokens=8 if at_bound == "mask" else 3,
             lengths=draw.choice(("constant", "exponential", "lognormal", "lognormal")),
             rollout_time=draw.choice((0.05, 0.5, 1.0, 3.0)),
             push_time=draw.choice((0.0, 0.1, 1.0, 2.5)),
@@ -274,7 +277,7 @@ class Schedule:
             self.routable.clear()
             await self.routable.wait()
         replica = min(free, key=lambda r: r.busy)
-        life, tokens = replica.life, self.random.randint(1, 3)
+        life, tokens = replica.life, self.random.randint(1, self.p.tokens)
         dies_at = self.random.randrange(tokens) if self.random.random() < self.p.death else None
         duration = self.duration() / tokens
         versions = []

@@ -164,6 +164,36 @@ def test_logprob_difference_is_measured_on_fresh_answers_alone() -> None:
     assert 0 < metrics["generator/logprob_diff_mean"] < metrics["generator/logprob_diff_max"]
 
 
+def test_figures_by_age_add_up_to_those_of_all_tokens() -> None:
+    _, metrics = gradient((tuple(range(6)), tuple(range(6, 12))), "token-mean")
+    tokens = {
+        age: sum(
+            int((step().version - s.trajectory.versions[s.trajectory.loss_mask] == age).sum())
+            for s in step().samples
+        )
+        for age in range(MAX_AGE + 1)
+    }
+    assert all(tokens.values())
+    for name in ("kl", "weight_mean", "clip_fraction"):
+        by_age = {age: metrics[f"rollout_corr/{name}_age{age}"] for age in tokens}
+        whole = sum(tokens[age] * value for age, value in by_age.items()) / sum(tokens.values())
+        assert whole == pytest.approx(metrics[f"rollout_corr/{name}"], rel=1e-9)
+        assert len(set(by_age.values())) == len(by_age), "every age has the same figure"
+
+
+def test_an_age_that_no_token_has_has_no_figures() -> None:
+    fresh = [
+        i
+        for i, s in enumerate(step().samples)
+        if (s.trajectory.versions[s.trajectory.loss_mask] == step().version).all()
+    ]
+    _, metrics = gradient((tuple(fresh),), "token-mean")
+    assert {name for name in metrics if "_age" in name} == {
+        f"rollout_corr/{name}_age0" for name in ("kl", "weight_mean", "clip_fraction")
+    }
+    assert metrics["rollout_corr/kl_age0"] == pytest.approx(metrics["rollout_corr/kl"], rel=1e-12)
+
+
 def test_correcting_a_ratio_to_the_behaviour_policy_twice_is_refused() -> None:
     algorithm = AlgorithmSection(old_logprobs="behaviour", correction="tis")
     with pytest.raises(ConfigError, match="already pi/b"):

@@ -14,6 +14,7 @@ from asyncrl.queues.budget import Admission, StalenessBudget
 from asyncrl.queues.experience import ExperienceQueue, Shortfall
 from asyncrl.types import GroupMeta, ReadyGroup, Trajectory, TrajectoryMeta
 
+from . import schedule_harness
 from .schedule_harness import Params, run_schedule
 
 SCHEDULES = 400
@@ -109,6 +110,22 @@ class ReissueTakesASecondSlot(StalenessBudget):
         return admission
 
 
+class PostponesWhatIsBlockingByOneStep(StalenessBudget):
+    """Takes no account of what the next step can train beside it."""
+
+    def overdue(self) -> tuple[tuple[int, int], ...]:
+        found = tuple(o for o in self.expiries() if self.is_running(o) and self.expiries()[o] <= self.version)
+        return tuple((ordinal, self.version + 1) for ordinal in found)
+
+
+class FreesTheSlotOfWhatItPostpones(StalenessBudget):
+    def admissible(self) -> int:
+        return super().admissible() + sum(self.is_running(ordinal) for ordinal in self.postponed())
+
+    def admit(self, ordinal: int) -> Admission:
+        return self._issue(ordinal)
+
+
 class NeverLive(StalenessBudget):
     def set_live(self, version: int) -> None:
         pass
@@ -131,6 +148,8 @@ BUDGETS = {
     "expiry one step late": (ExpiresALittleLate, (AssertionError, StalenessError)),
     "a second slot at reissue": (ReissueTakesASecondSlot, AssertionError),
     "live version never raised": (NeverLive, DeadlockError),
+    "postponed by one step whatever that step holds": (PostponesWhatIsBlockingByOneStep, AssertionError),
+    "slot of a postponed group given back": (FreesTheSlotOfWhatItPostpones, AssertionError),
 }
 
 
@@ -176,7 +195,23 @@ class BlocksBelowOneBatch(ExperienceQueue):
         )
 
 
+class NothingIsAllMasked(ExperienceQueue):
+    def all_masked(self) -> tuple[int, ...]:
+        return ()
+
+
+class MaskedWhereTheOldestIs(ExperienceQueue):
+    """Drops a postponed group as soon as any token of it is too old."""
+
+    def all_masked(self) -> tuple[int, ...]:
+        oldest = self._budget.version - self._budget.max_staleness
+        metas = [self._ready[o].meta for o in self._budget.postponed() if o in self._ready]
+        return tuple(m.ordinal for m in metas if m.oldest_version is None or m.oldest_version < oldest)
+
+
 QUEUES = {
+    "groups with no token left kept": (NothingIsAllMasked, AssertionError),
+    "groups with an old token dropped": (MaskedWhereTheOldestIs, AssertionError),
     "S ignored in take": (TakesInArrivalOrder, (AssertionError, StalenessError)),
     "full below one batch": (FullBelowOneBatch, DeadlockError),
     "oldest group pushed out": (LosesTheOldest, AssertionError),
@@ -213,6 +248,14 @@ def test_a_selection_that_ignores_nesting_is_caught(monkeypatch):
 
     monkeypatch.setattr(experience, "select", last_arrivals)
     assert isinstance(caught(), AssertionError | StalenessError)
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_masking_a_version_too_many_or_too_few_is_caught(monkeypatch, off):
+    monkeypatch.setattr(
+        schedule_harness, "unmasked", lambda version, bound, meta: types.unmasked(version, bound + off, meta)
+    )
+    assert isinstance(caught(), AssertionError)
 
 
 def stamp_newest(self: Trajectory) -> TrajectoryMeta:

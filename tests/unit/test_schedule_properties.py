@@ -48,6 +48,7 @@ def schedules(draw: st.DrawFn) -> Params:
         at_bound=at_bound,
         in_flight=at_bound == "mask" or draw(st.booleans()),
         replicas=draw(st.integers(1, 4)),
+        tokens=draw(st.integers(1, 8)),
         lengths=draw(st.sampled_from(("constant", "exponential", "lognormal"))),
         rollout_time=draw(st.floats(0.01, 5.0)),
         update_time=draw(st.floats(0.0, 2.0)),
