@@ -497,7 +497,7 @@ class Controller:
             log.debug("%s is postponed to step %d", self._running[ordinal].task.uid, expiry)
 
     def _drop_all_masked(self) -> None:
-        """Retire postponed groups that came too late for any of their tokens."""
+        """Retire postponed groups that landed too late for any of their tokens."""
         for ordinal in self.queue.all_masked():
             meta = self.queue.remove(ordinal).meta
             mean = sum(meta.rewards) / len(meta.rewards)
@@ -584,7 +584,9 @@ class Controller:
         before, synced = self._evaluation, self._times.weight_sync
         if self.config.weight_sync.overlap:
             await self._await_push()
+            start = self._now()
             await self._copy_out(version)
+            self._times.weight_sync_stall += self._now() - start
             name = f"push of version {version}"
             self._push = group.create_task(self._publish(version, before), name=name)
         else:
@@ -599,14 +601,12 @@ class Controller:
 
     async def _copy_out(self, version: int) -> None:
         """Have the learner copy its weights out: all that it stands still for."""
-        start = self._now()
         await within(
             self.config.weight_sync.timeout_s,
             f"copying version {version} out",
             "weight_sync.timeout_s",
             self._learner.copy_out(version),
         )
-        self._times.weight_sync_stall += self._now() - start
 
     async def _publish(self, version: int, evaluation: asyncio.Task[Metrics] | None) -> None:
         """Make ``version`` live, as soon as the evaluation of the one before has ended."""

@@ -237,7 +237,9 @@ class ExperienceQueue:
     def all_masked(self) -> tuple[int, ...]:
         """Ready groups that step ``budget.version`` could train no token of: all have a lag above S.
 
-        Only groups that were postponed can be among them.
+        Only postponed groups can be among them, and of these only ones that sampled their last token long
+        before they landed, as with a slow reward: a group is postponed in favour of one that started at
+        a later version, which is live by then, so whatever it samples afterwards can be trained.
         """
         oldest = self._budget.version - self._budget.max_staleness
         postponed = (self._ready[o].meta for o in self._budget.postponed() if o in self._ready)

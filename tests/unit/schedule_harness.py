@@ -43,6 +43,8 @@ class Params:
     """Most tokens that a group samples, one to this many."""
     lengths: Literal["constant", "exponential", "lognormal"] = "constant"
     rollout_time: float = 0.5
+    score_time: float = 0.0
+    """Longest time that a group is scored for, when all of its tokens are sampled."""
     update_time: float = 1.0
     push_time: float = 0.1
     """Longest time that one push takes."""
@@ -75,6 +77,7 @@ class Params:
             tokens=8 if at_bound == "mask" else 3,
             lengths=draw.choice(("constant", "exponential", "lognormal", "lognormal")),
             rollout_time=draw.choice((0.05, 0.5, 1.0, 3.0)),
+            score_time=draw.choice((0.0, 3.0)) if at_bound == "mask" else 0.0,
             push_time=draw.choice((0.0, 0.1, 1.0, 2.5)),
             failed=0.9 if batch == 1 and draw.random() < 0.2 else draw.choice((0.0, 0.0, 0.1, 0.3)),
             filtered=draw.choice((0.0, 0.0, 0.2, 0.4)),
@@ -241,6 +244,8 @@ class Schedule:
                 self.result.happened["reissued"] += 1
                 self.issued(ordinal, self.budget.reissue(ordinal).expiry)
                 self.event()
+        if self.p.score_time:
+            await asyncio.sleep(self.random.uniform(0.0, self.p.score_time))
         outcome = self.random.random()
         if outcome < self.p.failed:
             self.retire(ordinal, "failed", "RewardRaisedError")

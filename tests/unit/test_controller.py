@@ -9,6 +9,7 @@ import logging
 import pytest
 
 from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.environments.base import RolloutResult
 from asyncrl.errors import (
     BadStepsError,
     DeadlineError,
@@ -20,6 +21,7 @@ from asyncrl.errors import (
 from asyncrl.generators.scripted import Failure, ScriptedGenerator, constant_length, log_normal_length
 from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.queues.codec import decode_group
+from asyncrl.rollout import Score
 from asyncrl.types import Task
 
 from .controller_harness import Outcome, ScriptedScorer, config, run
@@ -96,8 +98,8 @@ def test_a_straggler_of_many_steps_is_postponed_and_trains_its_young_tokens_only
     straggler = ScriptedGenerator(
         length=lambda request: 75 if request.key.ordinal == 3 else 10, token_s=0.1, slots=8
     )
-    outcome = run(config_with_long_answers(settings), [straggler], learner(settings, step_s=1.0))
-    assert outcome.summary.wall_s < 15
+    settings = config_with_long_answers(settings)
+    outcome = run(settings, [straggler], learner(settings, step_s=1.0))
     assert outcome.summary.counts["trained"] == outcome.summary.counts["submitted"] == 24
     batch = next(b for b in outcome.learner.batches if any(i.meta.ordinal == 3 for i in b.items))
     item = next(i for i in batch.items if i.meta.ordinal == 3)
@@ -106,26 +108,30 @@ def test_a_straggler_of_many_steps_is_postponed_and_trains_its_young_tokens_only
         versions = trajectory.versions.tolist()
         assert len(versions) == meta.response_tokens == 75
         assert versions[0] == 0
-        assert batch.version >= 7
+        assert batch.version == 4  # the others had 3 of 4 places: a step took 2 s
         assert meta.trained == tuple(
             (v, versions.count(v)) for v in sorted(set(versions)) if v >= batch.version - 1
         )
-        assert 0 < meta.loss_tokens < 30
+        assert 0 < meta.loss_tokens < 40
     assert item.advantages == group_advantages("grpo", [t.reward for t in whole.trajectories])
     line = outcome.log.lines[batch.version + 1]
     assert line["staleness/masked_tokens"] == 150 - item.meta.loss_tokens
     assert line["staleness/max"] <= 1
     assert 0 < line["staleness/token_mean"] <= 1
-    assert outcome.controller.budget.statistics().postponed >= 5
+    assert outcome.controller.budget.statistics().postponed == 3
 
 
 def test_a_group_with_no_token_left_is_dropped_and_replaced() -> None:
     settings = config("run.steps=8", *MASK)
-    # Ordinal 3 lands just before the weights of version 1 are live; all else stands ready by then.
-    late = ScriptedGenerator(
-        length=lambda request: 16 if request.key.ordinal == 3 else 5, token_s=0.1, slots=8
-    )
-    outcome = run(settings, [late], learner(settings, step_s=1.0, push_s=0.9))
+
+    class SlowScorer(ScriptedScorer):
+        """All tokens of ordinal 3 are of version 0, and its reward is known at version 2 or 3."""
+
+        async def score(self, task: Task, completion: str, result: RolloutResult) -> Score:
+            await asyncio.sleep(5.0 if task.ordinal == 3 else 0.0)
+            return await super().score(task, completion, result)
+
+    outcome = run(settings, [ScriptedGenerator(**FAST)], learner(settings, step_s=1.0), scorer=SlowScorer())
     dropped = [r for r in outcome.log.retired_ if r.state == "dropped"]
     assert [(r.ordinal, r.reason, r.lag) for r in dropped] == [(3, "all_masked", None)]
     assert outcome.summary.counts["trained"] == 16

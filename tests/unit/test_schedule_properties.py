@@ -51,6 +51,7 @@ def schedules(draw: st.DrawFn) -> Params:
         tokens=draw(st.integers(1, 8)),
         lengths=draw(st.sampled_from(("constant", "exponential", "lognormal"))),
         rollout_time=draw(st.floats(0.01, 5.0)),
+        score_time=draw(st.floats(0.0, 3.0)),
         update_time=draw(st.floats(0.0, 2.0)),
         push_time=draw(st.floats(0.0, 2.5)),
         failed=draw(share),
