@@ -87,6 +87,24 @@ class Params:
             max_bytes=draw.choice((1_000_000, 1_000_000, 1, batch * GROUP_BYTES * 3 // 2)),
         )
 
+    @classmethod
+    def masking(cls, seed: int) -> Params:
+        """Long tails, a bound with no slack, and rewards that take longer than updates: many are masked."""
+        drawn = cls.random(seed)
+        depth = max(1, drawn.pipeline_depth)
+        return replace(
+            drawn,
+            at_bound="mask",
+            in_flight=True,
+            lengths="lognormal",
+            rollout_time=1.0,
+            score_time=3.0,
+            tokens=8,
+            pipeline_depth=depth,
+            max_staleness=depth + drawn.publish_every - 1,
+            failed=0.0,
+        )
+
 
 @dataclass
 class Result:

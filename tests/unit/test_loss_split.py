@@ -173,12 +173,13 @@ def test_figures_by_age_add_up_to_those_of_all_tokens() -> None:
         )
         for age in range(MAX_AGE + 1)
     }
-    assert all(tokens.values())
+    tokens = {age: count for age, count in tokens.items() if count}
+    assert len(tokens) >= 2
     for name in ("kl", "weight_mean", "clip_fraction"):
         by_age = {age: metrics[f"rollout_corr/{name}_age{age}"] for age in tokens}
         whole = sum(tokens[age] * value for age, value in by_age.items()) / sum(tokens.values())
         assert whole == pytest.approx(metrics[f"rollout_corr/{name}"], rel=1e-9)
-        assert len(set(by_age.values())) == len(by_age), "every age has the same figure"
+        assert len(set(by_age.values())) == len(by_age), "two ages have the same figure"
 
 
 def test_an_age_that_no_token_has_has_no_figures() -> None:

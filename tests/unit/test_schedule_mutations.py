@@ -22,12 +22,14 @@ SCHEDULES = 400
 
 
 def caught(
-    budget_cls: type[StalenessBudget] = StalenessBudget, queue_cls: type[ExperienceQueue] = ExperienceQueue
+    budget_cls: type[StalenessBudget] = StalenessBudget,
+    queue_cls: type[ExperienceQueue] = ExperienceQueue,
+    draw: Callable[[int], Params] = Params.random,
 ) -> Exception:
     """The first error over the seeds of the property test."""
     for seed in range(SCHEDULES):
         try:
-            run_schedule(Params.random(seed), budget_cls, queue_cls)
+            run_schedule(draw(seed), budget_cls, queue_cls)
         except (AssertionError, AsyncRLError) as error:
             return error
     pytest.fail(f"the mutant passed {SCHEDULES} schedules")
@@ -110,22 +112,6 @@ class ReissueTakesASecondSlot(StalenessBudget):
         return admission
 
 
-class PostponesWhatIsBlockingByOneStep(StalenessBudget):
-    """Takes no account of what the next step can train beside it."""
-
-    def overdue(self) -> tuple[tuple[int, int], ...]:
-        found = tuple(o for o in self.expiries() if self.is_running(o) and self.expiries()[o] <= self.version)
-        return tuple((ordinal, self.version + 1) for ordinal in found)
-
-
-class FreesTheSlotOfWhatItPostpones(StalenessBudget):
-    def admissible(self) -> int:
-        return super().admissible() + sum(self.is_running(ordinal) for ordinal in self.postponed())
-
-    def admit(self, ordinal: int) -> Admission:
-        return self._issue(ordinal)
-
-
 class NeverLive(StalenessBudget):
     def set_live(self, version: int) -> None:
         pass
@@ -148,8 +134,6 @@ BUDGETS = {
     "expiry one step late": (ExpiresALittleLate, (AssertionError, StalenessError)),
     "a second slot at reissue": (ReissueTakesASecondSlot, AssertionError),
     "live version never raised": (NeverLive, DeadlockError),
-    "postponed by one step whatever that step holds": (PostponesWhatIsBlockingByOneStep, AssertionError),
-    "slot of a postponed group given back": (FreesTheSlotOfWhatItPostpones, AssertionError),
 }
 
 
@@ -195,6 +179,35 @@ class BlocksBelowOneBatch(ExperienceQueue):
         )
 
 
+QUEUES = {
+    "S ignored in take": (TakesInArrivalOrder, (AssertionError, StalenessError)),
+    "full below one batch": (FullBelowOneBatch, DeadlockError),
+    "oldest group pushed out": (LosesTheOldest, AssertionError),
+    "drops below one batch": (BlocksBelowOneBatch, AssertionError),
+}
+
+
+@pytest.mark.parametrize(("mutant", "error"), QUEUES.values(), ids=QUEUES)
+def test_a_wrong_queue_is_caught(mutant, error):
+    assert isinstance(caught(queue_cls=mutant), error)
+
+
+class PostponesWhatIsBlockingByOneStep(StalenessBudget):
+    """Takes no account of what the next step can train beside it."""
+
+    def overdue(self) -> tuple[tuple[int, int], ...]:
+        found = tuple(o for o in self.expiries() if self.is_running(o) and self.expiries()[o] <= self.version)
+        return tuple((ordinal, self.version + 1) for ordinal in found)
+
+
+class FreesTheSlotOfWhatItPostpones(StalenessBudget):
+    def admissible(self) -> int:
+        return super().admissible() + sum(self.is_running(ordinal) for ordinal in self.postponed())
+
+    def admit(self, ordinal: int) -> Admission:
+        return self._issue(ordinal)
+
+
 class NothingIsAllMasked(ExperienceQueue):
     def all_masked(self) -> tuple[int, ...]:
         return ()
@@ -209,19 +222,25 @@ class MaskedWhereTheOldestIs(ExperienceQueue):
         return tuple(m.ordinal for m in metas if m.oldest_version is None or m.oldest_version < oldest)
 
 
-QUEUES = {
-    "groups with no token left kept": (NothingIsAllMasked, AssertionError),
-    "groups with an old token dropped": (MaskedWhereTheOldestIs, AssertionError),
-    "S ignored in take": (TakesInArrivalOrder, (AssertionError, StalenessError)),
-    "full below one batch": (FullBelowOneBatch, DeadlockError),
-    "oldest group pushed out": (LosesTheOldest, AssertionError),
-    "drops below one batch": (BlocksBelowOneBatch, AssertionError),
+MASKING = {
+    "postponed by one step whatever that step holds": {"budget_cls": PostponesWhatIsBlockingByOneStep},
+    "slot of a postponed group given back": {"budget_cls": FreesTheSlotOfWhatItPostpones},
+    "groups with no token left kept": {"queue_cls": NothingIsAllMasked},
+    "groups with an old token dropped": {"queue_cls": MaskedWhereTheOldestIs},
 }
 
 
-@pytest.mark.parametrize(("mutant", "error"), QUEUES.values(), ids=QUEUES)
-def test_a_wrong_queue_is_caught(mutant, error):
-    assert isinstance(caught(queue_cls=mutant), error)
+@pytest.mark.parametrize("mutant", MASKING.values(), ids=MASKING)
+def test_wrong_masking_is_caught(mutant):
+    assert isinstance(caught(**mutant, draw=Params.masking), AssertionError)
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_masking_a_version_too_many_or_too_few_is_caught(monkeypatch, off):
+    monkeypatch.setattr(
+        schedule_harness, "unmasked", lambda version, bound, meta: types.unmasked(version, bound + off, meta)
+    )
+    assert isinstance(caught(draw=Params.masking), AssertionError)
 
 
 needs = experience.batch_needs
@@ -248,14 +267,6 @@ def test_a_selection_that_ignores_nesting_is_caught(monkeypatch):
 
     monkeypatch.setattr(experience, "select", last_arrivals)
     assert isinstance(caught(), AssertionError | StalenessError)
-
-
-@pytest.mark.parametrize("off", [-1, 1])
-def test_masking_a_version_too_many_or_too_few_is_caught(monkeypatch, off):
-    monkeypatch.setattr(
-        schedule_harness, "unmasked", lambda version, bound, meta: types.unmasked(version, bound + off, meta)
-    )
-    assert isinstance(caught(), AssertionError)
 
 
 def stamp_newest(self: Trajectory) -> TrajectoryMeta:
