@@ -22,7 +22,7 @@ from asyncrl.data import load_prompts
 from asyncrl.errors import DataError
 from asyncrl.models.progress import ProgressCallback
 from asyncrl.models.tokenizer import character_tokenizer
-from asyncrl.models.warm_start import MIN_EXAMPLES, PROBE_EXAMPLES, Example, warm_start
+from asyncrl.models.warm_start import Example, warm_start
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def training_examples(
     """
     run = config.run.model_copy(update={"seed": create.seed})
     stream = load_prompts(config.model_copy(update={"run": run}), tokenizer, folder).train
-    wanted = create.warm_start.steps * create.warm_start.batch_size + PROBE_EXAMPLES
+    wanted = create.warm_start.steps * create.warm_start.batch_size
     tasks = [stream.task(ordinal) for ordinal in range(min(len(stream), wanted))]
     targets = tokenizer([target_text(task.row) for task in tasks], add_special_tokens=False)["input_ids"]
     return [
@@ -126,12 +126,10 @@ def _within(examples: Sequence[Example], max_positions: int) -> list[Example]:
             len(examples),
             max_positions,
         )
-    prompts = len({e.prompt_ids for e in fitting})
-    if prompts < MIN_EXAMPLES:
+    if not fitting:
         raise DataError(
-            f"found {prompts} distinct training prompts of at most {max_positions} tokens, answer included; "
-            f"the warm start expected at least {MIN_EXAMPLES}. Raise model.create.max_positions, or give "
-            "data.train more rows"
+            f"found no training row of at most {max_positions} tokens, answer included; the warm start "
+            "expected at least 1. Raise model.create.max_positions"
         )
     return fitting
 

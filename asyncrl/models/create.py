@@ -27,7 +27,7 @@ from asyncrl.models.progress import ProgressCallback
 
 logger = logging.getLogger(__name__)
 
-RECIPE = 1
+RECIPE = 2
 """Part of the hash: raise it when the same config should give other weights."""
 BUILD_TIMEOUT_S = 900.0
 

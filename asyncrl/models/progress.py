@@ -18,7 +18,7 @@ LINES = 5
 
 @dataclass(frozen=True, slots=True)
 class WarmStartProgress:
-    """Where the warm start stands, measured on examples that it does not train on."""
+    """Where the warm start stands, measured on a sample of its prompts."""
 
     step: int
     steps: int

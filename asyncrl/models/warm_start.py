@@ -2,7 +2,8 @@
 
 Invariants:
 - The loss covers the target and the EOS after it, never the prompt or the padding.
-- No prompt that loss and accuracy are measured on, the probe, is trained on.
+- Loss and accuracy are measured on a fixed sample of the training prompts, because those are what RL
+  will sample on: with few prompts, memory counts as skill, as it does for RL.
 - Equal seeds, examples and thread counts give equal weights.
 """
 
@@ -20,8 +21,7 @@ from transformers import PreTrainedModel
 from asyncrl.config import WarmStartSection
 from asyncrl.models.progress import ProgressCallback, WarmStartProgress
 
-MIN_EXAMPLES = 5
-PROBE_EXAMPLES = 128
+PROBE_PROMPTS = 128
 PROBE_EVERY = 10
 IGNORED = -100
 
@@ -46,11 +46,12 @@ def warm_start(
     """Train ``model`` in place on ``examples`` until ``section.steps`` or ``section.target``.
 
     Uses every core that this process may run on. Reports to ``progress`` each tenth update and after
-    the last, and returns that last report. Raises ValueError for fewer than 5 distinct prompts.
+    the last, and returns that last report. Raises ValueError without examples.
     """
+    if not examples:
+        raise ValueError("found no examples; expected at least 1")
     order = torch.Generator().manual_seed(seed)
-    probe, training = _set_apart(examples, order)
-    measured = collate(probe, pad_id)
+    probe = collate(_one_per_prompt(examples, PROBE_PROMPTS, order), pad_id)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=section.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
@@ -58,10 +59,10 @@ def warm_start(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda done: min((done + 1) / warmup, 1.0 - done / section.steps)
     )
-    batches = _batches(training, section.batch_size, order)
+    batches = _batches(examples, section.batch_size, order)
     model.train()
     with _all_cores():
-        report = WarmStartProgress(0, section.steps, *evaluate(model, *measured))
+        report = WarmStartProgress(0, section.steps, *evaluate(model, *probe))
         progress(report)
         for step in range(1, section.steps + 1):
             inputs, labels = collate(next(batches), pad_id)
@@ -73,7 +74,7 @@ def warm_start(
             schedule.step()
             if step % PROBE_EVERY and step < section.steps:
                 continue
-            report = WarmStartProgress(step, section.steps, *evaluate(model, *measured))
+            report = WarmStartProgress(step, section.steps, *evaluate(model, *probe))
             progress(report)
             if section.target is not None and report.accuracy >= section.target:
                 break
@@ -110,16 +111,10 @@ def _target_nll(model: PreTrainedModel, inputs: torch.Tensor, labels: torch.Tens
     return F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none")
 
 
-def _set_apart(examples: Sequence[Example], order: torch.Generator) -> tuple[list[Example], list[Example]]:
-    """The probe, one example each of up to 128 prompts and at most a fifth of them; and the rest."""
-    by_prompt = {example.prompt_ids: example for example in examples}
-    if len(by_prompt) < MIN_EXAMPLES:
-        raise ValueError(f"found {len(by_prompt)} distinct prompts; expected at least {MIN_EXAMPLES}")
-    drawn = torch.randperm(len(by_prompt), generator=order).tolist()
-    prompts = list(by_prompt)
-    held = {prompts[i] for i in drawn[: min(PROBE_EXAMPLES, len(prompts) // 5)]}
-    probe = [example for prompt, example in by_prompt.items() if prompt in held]
-    return probe, [example for example in examples if example.prompt_ids not in held]
+def _one_per_prompt(examples: Sequence[Example], most: int, order: torch.Generator) -> list[Example]:
+    """One example each of up to ``most`` distinct prompts, drawn at random."""
+    distinct = list({example.prompt_ids: example for example in examples}.values())
+    return [distinct[i] for i in torch.randperm(len(distinct), generator=order)[:most].tolist()]
 
 
 def _batches(examples: Sequence[Example], size: int, order: torch.Generator) -> Iterator[list[Example]]:

@@ -31,7 +31,7 @@ from asyncrl.weight_sync.base import Manifest, plan_buckets
 from asyncrl.weight_sync.verify import state_checksum
 from tests.unit.recorded_batches import MAX_AGE, record_batch, shares
 
-DEADLINE_S = 120
+DEADLINE_S = 300
 PRELOADED = (AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM)
 Arrays = dict[str, np.ndarray[Any, Any]]
 

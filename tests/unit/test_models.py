@@ -24,7 +24,7 @@ from asyncrl.errors import ConfigError, DataError, DeadlineError
 from asyncrl.models import WarmStartProgress, ensure_model, model_folder
 from asyncrl.models.build import new_model, target_text, training_examples
 from asyncrl.models.tokenizer import CHARACTERS, character_tokenizer
-from asyncrl.models.warm_start import IGNORED, Example, _set_apart, collate, evaluate, warm_start
+from asyncrl.models.warm_start import IGNORED, Example, _one_per_prompt, collate, evaluate, warm_start
 
 TINY = {
     "hidden_size": 32,
@@ -95,7 +95,7 @@ def test_accuracy_is_the_probability_of_the_whole_target() -> None:
 
 
 def last_letters(tokenizer: Any) -> list[Example]:
-    """A skill that a tiny model picks up at once, on prompts it has not seen: the last letter's capital."""
+    """A skill that a tiny model picks up at once: the last letter's capital."""
     pairs = [(first + last, last.upper()) for first in "abcdefghij" for last in "abcdefghij"]
     return [
         Example(tuple(tokenizer(a)["input_ids"]), (*tokenizer(b)["input_ids"], tokenizer.eos_token_id))
@@ -125,14 +125,11 @@ def test_warm_start_learns_stops_at_its_target_and_repeats_itself() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_the_probe_shares_no_prompt_with_training() -> None:
+def test_the_probe_has_one_example_a_prompt() -> None:
     examples = [Example((i % 30,), (i, 1)) for i in range(300)]
-    probe, training = _set_apart(examples, torch.Generator().manual_seed(0))
-    assert len(probe) == len({each.prompt_ids for each in probe}) == 6
-    assert {each.prompt_ids for each in probe}.isdisjoint(each.prompt_ids for each in training)
-    assert len(training) == 240
-    with pytest.raises(ValueError, match="found 4 distinct prompts"):
-        _set_apart(examples[:4], torch.Generator().manual_seed(0))
+    for most, expected in ((10, 10), (128, 30)):
+        probe = _one_per_prompt(examples, most, torch.Generator().manual_seed(0))
+        assert len(probe) == len({each.prompt_ids for each in probe}) == expected
 
 
 def test_nothing_heavy_is_imported_until_a_model_has_to_be_made() -> None:
@@ -217,10 +214,10 @@ def test_a_failed_build_leaves_nothing_that_looks_like_a_model(tmp_path: Path) -
     assert not model_folder(broken).exists()
 
 
-def test_too_few_or_too_long_rows_are_refused_with_both_numbers(tmp_path: Path) -> None:
+def test_rows_too_long_for_the_model_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"question": f"{i}", "answer": "x" * 99}) + "\n" for i in range(9)))
-    with pytest.raises(DataError, match="found 0 distinct training prompts of at most 64 tokens"):
+    with pytest.raises(DataError, match="found no training row of at most 64 tokens"):
         ensure_model(config(tmp_path, data={"train": str(file), "max_prompt_tokens": 16}))
 
 
