@@ -363,6 +363,11 @@ class WeightSyncSection(Section):
     overlap: bool = False
     """Copy the weights out at the step's boundary and train on while the copy is sent."""
 
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes that travel in one broadcast."""
+        return int(self.bucket_mb * 2**20)
+
 
 class PlacementSection(Section):
     mode: Literal["split"] = "split"

@@ -34,7 +34,7 @@ import torch
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
 from asyncrl.learners.base import RankStep, TrainSample
 from asyncrl.types import Trajectory
-from asyncrl.weight_sync.base import PushGroupSpec
+from asyncrl.weight_sync.base import PushGroupSpec, plan_buckets
 
 VOCABULARY = 4096
 ROWS, LENGTH = 8, 64
@@ -174,8 +174,11 @@ def run_rank(job: Job, rank: int) -> dict[str, Any]:
         "127.0.0.1", job.store, is_master=rank == 0, wait_for_workers=False
     )
     spec = push_spec(job, manifest)
+    buckets = plan_buckets(manifest, spec.bucket_bytes)
     senders = {
-        overlap: PushSender(learner, rank=rank, ranks=job.ranks, sharded=job.stage == 3, overlap=overlap)
+        overlap: PushSender(
+            learner, buckets, rank=rank, ranks=job.ranks, sharded=job.stage == 3, overlap=overlap
+        )
         for overlap in (True, False)
     }
     for overlap, sender in senders.items():

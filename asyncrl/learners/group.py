@@ -24,7 +24,7 @@ from asyncrl.learners.packing import RankPlan, plan_step
 from asyncrl.placement import actor_options, pin_process
 from asyncrl.queues.codec import checksum, decode_group
 from asyncrl.types import Batch, group_lag
-from asyncrl.weight_sync.base import PushGroupSpec
+from asyncrl.weight_sync.base import PushGroupSpec, plan_buckets
 
 _PUSH_LANE = "push"
 """The concurrency group of pushes beside updates. Ray gives each group threads of its own; one limit
@@ -57,13 +57,14 @@ class LearnerActor:
 
         self._learner = build_rank(self._config, self._model_path, self._rank, self._host, port)
         info: LearnerInfo = self._learner.start()
-        settings = self._config.learner
+        settings, sync = self._config.learner, self._config.weight_sync
         self._sender = PushSender(
             self._learner,
+            plan_buckets(info.manifest, sync.bucket_bytes),
             rank=self._rank,
             ranks=settings.ranks,
             sharded=settings.zero_stage == 3,
-            overlap=self._config.weight_sync.overlap,
+            overlap=sync.overlap,
         )
         if self._rank != 0:
             return info

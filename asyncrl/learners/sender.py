@@ -35,38 +35,48 @@ Bucket = Sequence[TensorSpec]
 class PushSender:
     """Pushes for one rank of ``ranks``; ``sharded`` says that each holds a part of every tensor.
 
-    All calls block. Every rank gets the same calls in the same order, ``copy_out`` between two
-    updates; with ``overlap``, ``open`` and ``send`` may run beside an update.
+    ``learner`` is started, ``buckets`` are those of every push group to come. All calls block. Every
+    rank gets the same calls in the same order, ``copy_out`` between two updates; with ``overlap``,
+    ``open`` and ``send`` may run beside an update.
     """
 
-    def __init__(self, learner: LearnerRank, *, rank: int, ranks: int, sharded: bool, overlap: bool) -> None:
+    def __init__(
+        self,
+        learner: LearnerRank,
+        buckets: list[list[TensorSpec]],
+        *,
+        rank: int,
+        ranks: int,
+        sharded: bool,
+        overlap: bool,
+    ) -> None:
         self._learner = learner
         self._rank = rank
         self._ranks = ranks
         self._gathers = sharded and ranks > 1
-        self._overlap = overlap
-        self._buckets: list[list[TensorSpec]] = []
-        self._copies: ShardCopies | None = None
+        self._buckets = buckets
+        self._copies = ShardCopies(buckets, learner.shards) if overlap else None
         self._group: PushGroup | None = None
         self._shards: ShardGroup | None = None
 
     @property
     def shard_bytes(self) -> int:
-        """Size of this rank's copies; 0 where it has no part in them, or before ``open``."""
+        """Size of this rank's copies; 0 where it has no part in them."""
         return 0 if self._copies is None else sum(flat.nbytes for flat in self._copies.flats)
 
     def open(self, spec: PushGroupSpec, store: Any = None) -> None:
         """Leave the push group before, if any, and join this one: rank 0 that of the receivers, and
         with copies of shards all ranks one of their own. ``store`` is the one that rank 0 serves.
 
-        Raises WeightSyncError.
+        Raises WeightSyncError, and InvariantError where the group would have other buckets.
         """
         self.close()
-        self._buckets = plan_buckets(spec.manifest, spec.bucket_bytes)
-        if self._overlap and (self._copies is None or self._copies.buckets != self._buckets):
-            self._copies = ShardCopies(self._buckets, self._learner.shards)
-        if self._overlap and self._gathers:
-            assert self._copies is not None
+        if plan_buckets(spec.manifest, spec.bucket_bytes) != self._buckets:
+            raise InvariantError(
+                f"push group {spec.prefix!r} has other buckets than the {len(self._buckets)} of the sender: "
+                f"make both from one manifest and one bucket size, here {spec.bucket_bytes} bytes"
+            )
+        if self._copies is not None and self._gathers:
             store = store if self._rank == 0 else connect_store(spec)
             own = replace(
                 spec,
@@ -82,13 +92,16 @@ class PushSender:
     def copy_out(self, version: int) -> float:
         """Copy this rank's shard as ``version``; returns the seconds that it took."""
         if self._copies is None:
-            raise InvariantError(f"asked to copy version {version} out before open(), or without overlap")
+            raise InvariantError(f"asked to copy version {version} out, but weight_sync.overlap is off")
         return self._copies.take(version)
 
     def send(self, version: int) -> PushReport | None:
         """Send ``version`` to all receivers; the report, on rank 0. Raises WeightSyncError."""
         start = time.perf_counter()
-        found = self._send_copies(version) if self._overlap else self._send_parameters(version)
+        if self._copies is not None:
+            found = self._send_copies(version, self._copies)
+        else:
+            found = self._send_parameters(version)
         return None if found is None else PushReport(version, *found, time.perf_counter() - start)
 
     def close(self) -> None:
@@ -119,11 +132,11 @@ class PushSender:
             for bucket in left if self._gathers else ():
                 self._learner.gather_bucket(bucket)
 
-    def _send_copies(self, version: int) -> tuple[str, int] | None:
-        copies = self._copies
-        if copies is None or copies.version != version:
-            held = None if copies is None else copies.version
-            raise InvariantError(f"asked to send version {version}, the copies hold {held}: copy_out() first")
+    def _send_copies(self, version: int, copies: ShardCopies) -> tuple[str, int] | None:
+        if copies.version != version:
+            raise InvariantError(
+                f"asked to send version {version}, the copies hold {copies.version}: copy_out() first"
+            )
         with copies.reading():
             if self._rank != 0:
                 if self._shards is not None:

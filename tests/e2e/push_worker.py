@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import WeightSyncError
+from asyncrl.learners.deepspeed import DeepSpeedLearner
 from asyncrl.learners.sender import PushSender
-from asyncrl.weight_sync.base import Manifest, PushGroupSpec
+from asyncrl.weight_sync.base import Manifest, PushGroupSpec, plan_buckets
 from asyncrl.weight_sync.broadcast import PushGroup, create_store
 from asyncrl.weight_sync.verify import state_checksum
 from tests.e2e.deepspeed_worker import Rank, learner, share_of
@@ -67,10 +68,22 @@ class Pushes:
         return self.threads.submit(both)
 
 
+def make_sender(at: Rank, rank: DeepSpeedLearner, manifest: Manifest, *, overlap: bool) -> PushSender:
+    buckets = plan_buckets(manifest, BUCKET_BYTES)
+    return PushSender(rank, buckets, rank=at.rank, ranks=at.ranks, sharded=at.stage == 3, overlap=overlap)
+
+
 def push_beside_updates(at: Rank, updates: int) -> dict[str, Any]:
     """Each version is received only when the update after it is over."""
     with learner(at) as (rank, manifest):
-        sender = PushSender(rank, rank=at.rank, ranks=at.ranks, sharded=at.stage == 3, overlap=True)
+        sender = PushSender(
+            rank,
+            plan_buckets(manifest, BUCKET_BYTES),
+            rank=at.rank,
+            ranks=at.ranks,
+            sharded=at.stage == 3,
+            overlap=True,
+        )
         pushes = Pushes(sender, manifest, at.rank, WAIT_S)
         pushes.open()
         held, sent, addresses, sizes = [], [], set(), []
@@ -93,7 +106,14 @@ def push_beside_updates(at: Rank, updates: int) -> dict[str, Any]:
 def push_to_a_receiver_that_dies(at: Rank, overlap: bool) -> dict[str, Any]:
     """The receiver leaves in the middle; the push is sent again in a new group, beside an update."""
     with learner(at) as (rank, manifest):
-        sender = PushSender(rank, rank=at.rank, ranks=at.ranks, sharded=at.stage == 3, overlap=overlap)
+        sender = PushSender(
+            rank,
+            plan_buckets(manifest, BUCKET_BYTES),
+            rank=at.rank,
+            ranks=at.ranks,
+            sharded=at.stage == 3,
+            overlap=overlap,
+        )
         pushes = Pushes(sender, manifest, at.rank, timeout_s=20.0)
         pushes.open()
         held = rank.checksum()

@@ -82,11 +82,16 @@ def test_gathered_buckets_are_those_of_the_copied_weights(ranks: int, bucket_byt
 
 def test_only_the_version_that_was_copied_out_can_be_sent() -> None:
     weights = ShardedWeights(0, 1)
-    sender = PushSender(weights, rank=0, ranks=1, sharded=False, overlap=True)
-    with pytest.raises(InvariantError, match=r"copy version 1 out before open\(\)"):
-        sender.copy_out(1)
+    buckets = plan_buckets(MANIFEST, 1 << 20)
+    without = PushSender(weights, buckets, rank=0, ranks=1, sharded=False, overlap=False)
+    with pytest.raises(InvariantError, match=r"copy version 1 out, but weight_sync.overlap is off"):
+        without.copy_out(1)
+    sender = PushSender(weights, buckets, rank=0, ranks=1, sharded=False, overlap=True)
     store = create_store("127.0.0.1", 20.0)
-    sender.open(PushGroupSpec("127.0.0.1", store.port, "p", 0, 1, "gloo", 1 << 20, 20.0, MANIFEST), store)
+    spec = PushGroupSpec("127.0.0.1", store.port, "p", 0, 1, "gloo", 1 << 20, 20.0, MANIFEST)
+    with pytest.raises(InvariantError, match=r"other buckets than the 3 of the sender.* here 100 bytes"):
+        sender.open(replace(spec, bucket_bytes=100), store)
+    sender.open(spec, store)
     with pytest.raises(InvariantError, match="send version 1, the copies hold None"):
         sender.send(1)
     sender.copy_out(1)
