@@ -63,7 +63,7 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
         raise UsageError("\n".join(map(str, findings)))
     score = asyncio.run(_score_row(config, model, folder, row, prompt))
     prompts = load_prompts(config, model.tokenizer, folder)
-    return Plan(config, model.facts(), prompts.report, score)
+    return Plan(config, model.facts(), prompts, score)
 
 
 def require_cores(config: Config) -> None:
@@ -252,9 +252,9 @@ def _hub_file(name: str, file: str) -> Path:
         # No such name, no access, not in the cache: the library has a kind of its own for each.
         if offline:
             raise ConfigError(
-                f"model.path: found neither a folder {name!r} nor {file} of a model of that name in the hub's "
-                f"local cache, and the hub at {endpoint()} cannot be reached or is switched off; expected one "
-                "of these: connect, or set model.path to a Hugging Face folder"
+                f"model.path: found neither a folder {name!r} nor a model of that name in the hub's local "
+                f"cache, and the hub at {endpoint()} cannot be reached or is switched off; expected one of "
+                "these: connect, or set model.path to a Hugging Face folder"
             ) from error
         raise ConfigError(
             f"model.path: found neither a folder {name!r} nor a model of that name on the hub: "

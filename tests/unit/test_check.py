@@ -63,7 +63,7 @@ def test_the_plan_of_a_valid_run(folder: Path) -> None:
     assert plan.samples == 10 * 8 * 8
     assert plan.tokens_per_step == 8 * 8 * 64
     assert plan.epochs == 80 / 35
-    assert (plan.prompts.trainable, plan.prompts.eval_prompts) == (35, 5)
+    assert (plan.prompts.report.trainable, plan.prompts.report.eval_prompts) == (35, 5)
     assert (plan.score.total, plan.score.completion) == (1.0, "0")
     text = text_of(plan.table())
     for part in (
@@ -143,7 +143,7 @@ def test_model_folders_that_are_none(folder: Path, path: str, text: str) -> None
 
 def test_a_hub_name_that_cannot_be_had(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match="neither a folder 'no/such' nor config.json"):
+    with pytest.raises(ConfigError, match="neither a folder 'no/such' nor a model of that name"):
         validate(loaded(folder, "no/such"), folder)
 
 
