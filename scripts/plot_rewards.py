@@ -75,7 +75,9 @@ def draw(curves: Sequence[Curve], output: Path, *, smooth: int = 5, title: str |
     axes.set_xlabel("step (policy updates)")
     axes.set_ylabel("mean reward")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.margins(x=0.02, y=0.08)
+    axes.margins(x=0.04, y=0.08)
+    if all(reward >= 0 for curve in curves for reward in (*curve.rewards, *curve.eval_rewards)):
+        axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if title:
