@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -265,4 +265,3 @@ def sort_key(meta: GroupMeta) -> int:
 
 
 Metrics = dict[str, float]
-Messages = Sequence[Mapping[str, str]]

@@ -296,7 +296,11 @@ def test_a_lag_that_is_one_short_is_caught(monkeypatch):
 
 
 def test_a_reissue_that_keeps_the_old_expiry_is_safe():
-    """Not a fault: the group only has to be trained sooner than it would need to be."""
+    """Not a fault: the group only has to be trained sooner than it would need to be.
+
+    With ``at_bound: mask`` the harness also holds the budget to the expiry that it announced, so that
+    mode is left out here.
+    """
 
     class KeepsExpiry(StalenessBudget):
         def reissue(self, ordinal: int) -> Admission:
@@ -306,8 +310,9 @@ def test_a_reissue_that_keeps_the_old_expiry_is_safe():
             return Admission(expiry - self.max_staleness, expiry)
 
     reissued = 0
-    for seed in range(SCHEDULES):
-        reissued += run_schedule(Params.random(seed), KeepsExpiry).happened["reissued"]
+    for params in map(Params.random, range(SCHEDULES)):
+        if params.at_bound != "mask":
+            reissued += run_schedule(params, KeepsExpiry).happened["reissued"]
     assert reissued > SCHEDULES
 
 
