@@ -6,8 +6,10 @@ happen elsewhere, and only their metas come through here.
 Invariants:
 - Every admission, retirement and version change goes through ``StalenessBudget`` and ``Ledger``;
   the ledger's conservation law is asserted at every step.
-- One update or push at a time; a version is live only after ``publish`` returned. Whoever holds
-  ``_learner_turn`` finds the learner at ``budget.version``.
+- One update at a time, one push at a time; a version is live only after ``publish`` returned. With
+  ``weight_sync.overlap`` a push runs beside the next update, from a copy made between the two.
+- Whoever holds ``_weights_turn`` finds the weights that are pushed unchanged: no update runs, or with
+  ``weight_sync.overlap`` no copy is made.
 - All tasks live in one TaskGroup: a task that fails ends the run with its traceback.
 - Nothing polls. Every wait ends by an event or by a deadline that names what was waited for.
 """
@@ -15,13 +17,15 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncrl.alarms import LogprobAlarm
 from asyncrl.algorithms.advantages import group_advantages
 from asyncrl.config import Config
 from asyncrl.errors import (
@@ -53,6 +57,7 @@ from asyncrl.types import (
     Task,
     group_lag,
     sort_key,
+    unmasked,
 )
 from asyncrl.waiting import Signal, within
 from asyncrl.weight_sync.publish import PublishReport
@@ -131,6 +136,11 @@ class _Line:
     def pending(self) -> bool:
         return self.evaluation is not None and not self.evaluation.done()
 
+    def give_up(self) -> None:
+        """Wait for no evaluation."""
+        if self.evaluation is not None:
+            self.evaluation.cancel()
+
     def complete(self) -> None:
         """Add the evaluation's figures, if it came to its end."""
         task = self.evaluation
@@ -199,19 +209,20 @@ class Controller:
             stop=rollout.stop,
         )
         self._changed = Signal()
-        self._learner_turn = asyncio.Lock()
+        self._weights_turn = asyncio.Lock()
         self._running: dict[int, _Running] = {}
         self._unusable = _Unusable()
         self._step = 0
         self._bad_in_a_row = 0
         self._times = PhaseTimes()
         self._bias = LengthBias()
+        self._alarm = LogprobAlarm.for_dtype(config.generators.logprob_diff_alarm, config.model.dtype)
         self._use = GeneratorUse(slots=config.generators.slots)
         self._lines: list[_Line] = []
         self._last = _Line({})
         self._evaluation: asyncio.Task[Metrics] | None = None
-        self._evaluated = 0
-        """The newest version that an evaluation was started for; the first is before training."""
+        self._push: asyncio.Task[None] | None = None
+        self._push_version = 0  # the newest one that was handed to the publisher
         self._starved_since: float | None = None
         self._started_at = 0.0
         self._progress_at = 0.0
@@ -239,10 +250,13 @@ class Controller:
                 await self._train_pump(group)
                 for task in [pump, *(r.handle for r in self._running.values() if r.handle)]:
                     task.cancel()
-                if self._evaluation is not None:
-                    if self._stopped_by is not None:
-                        self._evaluation.cancel()
-                    await asyncio.wait([self._evaluation])
+                if self._stopped_by is not None:
+                    for line in self._lines:
+                        line.give_up()
+                # Replicas may still be needed, and so restarted, for these.
+                for last in (self._push, self._evaluation):
+                    if last is not None:
+                        await asyncio.wait([last])
                 for task in keepers:
                     task.cancel()
             if self._step:
@@ -279,6 +293,8 @@ class Controller:
         supervisor = group.create_task(self._pool.supervise(), name="supervise generators")
         await self._publisher.open(info)
         # Version 0 is pushed too: what generates is then what trains, whatever the files said.
+        if self.config.weight_sync.overlap:
+            await self._copy_out(0)
         await self._publisher.publish(0)
         return [supervisor, group.create_task(self._let_in_restarted(), name="let in generators")]
 
@@ -429,11 +445,17 @@ class Controller:
             if groups is None:
                 return
             version = self.budget.version
+            record: Metrics = {}
+            if self.config.schedule.at_bound == "mask":
+                landed = sum(g.meta.loss_tokens for g in groups)
+                groups = self._mask(groups)
+                record["staleness/masked_tokens"] = float(landed - sum(g.meta.loss_tokens for g in groups))
             metas = [g.meta for g in groups]
-            record = batch_metrics(version, metas)
-            async with self._learner_turn:
+            record |= batch_metrics(version, metas)
+            async with self._update_turn():
                 result = await self._update(version, groups)
                 self._step += 1
+                self._alarm.check(version, result.metrics)
                 self._observer.trained(self._step, groups)
                 self._retire_batch(version, groups, result)
             evaluation = await self._publish_if_due(group)
@@ -444,14 +466,19 @@ class Controller:
         """The next batch by expiry; None once a stop was asked for."""
         start = self._now()
         taken: list[ReadyGroup] = []
-        drops = self.config.schedule.at_bound == "drop"
+        at_bound = self.config.schedule.at_bound
 
         def stopped_or_taken() -> bool:
             if self._stopped_by is not None:
                 return True
+            if at_bound == "mask":
+                self._drop_all_masked()
             outcome = self.queue.take()
-            if isinstance(outcome, Shortfall) and outcome.blocking and drops:
-                self._drop(outcome.blocking)
+            if isinstance(outcome, Shortfall) and outcome.missing and at_bound != "wait":
+                if at_bound == "drop":
+                    self._drop(outcome.blocking)
+                else:
+                    self._postpone(outcome.overdue)
                 outcome = self.queue.take()
             if not isinstance(outcome, Shortfall):
                 taken.extend(outcome)
@@ -475,6 +502,27 @@ class Controller:
             self.budget.retire(ordinal)
         self._note_starvation()
         self._changed.notify()
+
+    def _postpone(self, overdue: Sequence[tuple[int, int]]) -> None:
+        """Leave running groups to later steps, which train those of their tokens that are young enough."""
+        for ordinal, expiry in overdue:
+            self.budget.postpone(ordinal, expiry)
+            log.debug("%s is postponed to step %d", self._running[ordinal].task.uid, expiry)
+
+    def _drop_all_masked(self) -> None:
+        """Retire postponed groups that landed too late for any of their tokens."""
+        for ordinal in self.queue.all_masked():
+            meta = self.queue.remove(ordinal).meta
+            mean = sum(meta.rewards) / len(meta.rewards)
+            self.ledger.retire(ordinal, "dropped", "all_masked", step=self._step, lag=None, reward_mean=mean)
+            self.budget.retire(ordinal)
+            self._note_starvation()
+            self._changed.notify()
+
+    def _mask(self, groups: Sequence[ReadyGroup]) -> list[ReadyGroup]:
+        """The batch with the counts of what it trains; the learner masks the tokens themselves."""
+        version, bound = self.budget.version, self.config.schedule.max_staleness
+        return [replace(group, meta=unmasked(version, bound, group.meta)) for group in groups]
 
     async def _update(self, version: int, groups: Sequence[ReadyGroup]) -> StepResult:
         items = tuple(
@@ -530,22 +578,60 @@ class Controller:
     def _evaluation_due(self) -> bool:
         """Whether the newest version is one to evaluate."""
         version, every = self.budget.version, self.config.eval.every
-        if not self._evaluator.enabled or version == self._evaluated:
+        if not self._evaluator.enabled:
             return False
         last = version == self.config.run.steps
         return last or (every > 0 and version % every == 0)
 
     async def _publish_if_due(self, group: asyncio.TaskGroup) -> asyncio.Task[Metrics] | None:
-        """Make the newest version live where it is due; returns the evaluation that this started."""
+        """Publish the newest version where it is due, and return the evaluation that it started.
+
+        Live on return; with ``weight_sync.overlap`` only copied out, and live some time later.
+        """
         version = self.budget.version
-        evaluate = self._evaluation_due()
-        due = self.budget.is_due(version) or version == self.config.run.steps
-        if not evaluate and (not due or version == self.budget.live_version):
+        if version == self._push_version:
             return None
-        await self._await_evaluation()
-        async with self._learner_turn:
-            # Live already where the replicas were restarted after the update.
-            if version != self.budget.live_version:
+        evaluate = self._evaluation_due()
+        if not (self.budget.is_due(version) or evaluate or version == self.config.run.steps):
+            return None
+        before, synced = self._evaluation, self._times.weight_sync
+        if self.config.weight_sync.overlap:
+            await self._await_push()
+            start = self._now()
+            async with self._weights_turn:
+                await self._copy_out(version)
+                self._push_version = version
+            self._times.weight_sync_stall += self._now() - start
+            name = f"push of version {version}"
+            self._push = group.create_task(self._publish(version, before), name=name)
+        else:
+            await self._publish(version, before)
+            self._times.weight_sync_stall += self._times.weight_sync - synced
+        self._push_version = version
+        self._evaluation = None
+        if evaluate:
+            name = f"evaluation of version {version}"
+            self._evaluation = group.create_task(self._evaluate(version, self._push), name=name)
+        return self._evaluation
+
+    async def _copy_out(self, version: int) -> None:
+        """Have the learner copy its weights out: all that it stands still for."""
+        await within(
+            self.config.weight_sync.timeout_s,
+            f"copying version {version} out",
+            "weight_sync.timeout_s",
+            self._learner.copy_out(version),
+        )
+
+    async def _publish(self, version: int, evaluation: asyncio.Task[Metrics] | None) -> None:
+        """Make ``version`` live, as soon as the evaluation of the one before has ended."""
+        if evaluation is not None:
+            start = self._now()
+            await asyncio.wait([evaluation])
+            evaluation.result()
+            self._times.eval += self._now() - start
+        async with self._weights_turn:
+            if version != self.budget.live_version:  # else replicas were restarted with it
                 start = self._now()
                 report = await self._publisher.publish(version)
                 self._times.weight_sync += self._now() - start
@@ -553,40 +639,43 @@ class Controller:
                 self.budget.set_live(version)
         self._made_progress(f"version {version} live")
         self._changed.notify()
-        if evaluate:
-            self._evaluated = version
-            name = f"evaluation of version {version}"
-            self._evaluation = group.create_task(self._evaluate(version), name=name)
-        return self._evaluation
+
+    def _update_turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """What an update has to hold: it moves the weights that are pushed, unless those are a copy."""
+        return contextlib.nullcontext() if self.config.weight_sync.overlap else self._weights_turn
 
     async def _let_in_restarted(self) -> None:
-        """Bring restarted replicas to the learner's version as soon as it is between two updates.
+        """Push to restarted replicas as soon as there are whole weights to push, between two updates.
 
         Without this a run whose only replica died would wait for ever: no rollout, no update, no push.
         """
         while True:
             await self._pool.until(lambda pool: pool.joining)
-            async with self._learner_turn:
-                if await self._publisher.catch_up(self.budget.version) and self._pool.live:
+            async with self._weights_turn:
+                overlap = self.config.weight_sync.overlap
+                version = self._push_version if overlap else self.budget.version
+                if await self._publisher.catch_up(version) and self._pool.live:
                     # Newer than before only where no replica was live: g is the oldest of them.
                     self.budget.set_live(self._pool.live_version)
                     self._changed.notify()
 
-    async def _evaluate(self, version: int) -> Metrics:
+    async def _await_push(self) -> None:
+        """One push at a time, and one copy to push from: the next waits for the one before."""
+        if self._push is not None:
+            start = self._now()
+            await asyncio.wait([self._push])
+            self._push.result()
+            self._times.wait_for_push += self._now() - start
+
+    async def _evaluate(self, version: int, push: asyncio.Task[None] | None = None) -> Metrics:
+        """Evaluate ``version``, once it is live."""
+        if push is not None:
+            await asyncio.wait([push])
+            push.result()
         result = await self._evaluator.run(version)
         self._made_progress(f"evaluation of version {version}")
         self._observer.evaluated(result)
         return result
-
-    async def _await_evaluation(self) -> None:
-        """An evaluation is of one version: the next push waits for it."""
-        if self._evaluation is None:
-            return
-        start = self._now()
-        await asyncio.wait([self._evaluation])
-        self._evaluation.result()
-        self._times.eval += self._now() - start
-        self._evaluation = None
 
     # ------------------------------------------------------------------ what users see
 

@@ -281,11 +281,15 @@ def test_a_run_outlives_one_of_two_replicas_and_gets_it_back(end, at: float) -> 
 
 
 @pytest.mark.parametrize("end", [kill, freeze])
-@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("overlap", ["false", "true"])
+@pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("at", [0.05, 1.5, 3.05, 3.5, 4.1])
-def test_a_run_outlives_its_only_replica(end, depth: int, at: float) -> None:
+def test_a_run_outlives_its_only_replica(end, overlap: str, depth: int, at: float) -> None:
     settings = config(
-        "run.steps=12", f"schedule.pipeline_depth={depth}", f"schedule.max_staleness={depth + 1}"
+        "run.steps=12",
+        f"schedule.pipeline_depth={depth}",
+        f"schedule.max_staleness={depth + 1}",
+        f"weight_sync.overlap={overlap}",
     )
     outcome = run(settings, [fast()], learner(settings, push_s=0.2), during=end(0, at), spare=slow_start)
     assert_all_trained(outcome)
@@ -444,6 +448,7 @@ def test_random_storms_lose_nothing_break_no_bound_and_never_deadlock(seed: int)
         f"schedule.at_bound={rng.choice(['wait', 'drop'])}",
         f"schedule.in_flight_updates={rng.choice(['true', 'false'])}",
         f"eval.every={rng.choice([0, 2, 3])}",
+        f"weight_sync.overlap={rng.choice(['true', 'false'])}",
         "generators.max_restarts=1000",
     )
 
