@@ -181,8 +181,9 @@ class RayReplica:
         try:
             return await ref
         except RayActorError as error:
-            # Ray's message is a page; what happened stands in the last lines, in one sentence each.
+            # Ray's message is a page; what happened stands near its end, before what it guesses.
             why = " ".join(str(error).split("The actor is dead because ")[-1].split())
+            why = why.split(" Some common causes include")[0]
             raise GeneratorError(f"{self.name} died: {why}") from error
         except TaskCancelledError as error:
             raise GeneratorError(f"{self.name} cancelled a call that nobody gave up") from error

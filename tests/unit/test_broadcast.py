@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightSyncError
+from asyncrl.weight_sync import broadcast
 from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec, plan_buckets
 from asyncrl.weight_sync.broadcast import PushGroup, create_store
 
@@ -98,6 +99,19 @@ def test_joining_a_store_that_is_not_there_says_so() -> None:
     spec = PushGroupSpec("127.0.0.1", port, "push1", 1, 2, "gloo", 1 << 20, 1.0, MANIFEST)
     with pytest.raises(WeightSyncError, match="joining push group 'push1' as rank 1"):
         PushGroup(spec)
+
+
+def test_a_sender_whose_receiver_never_comes_is_free_long_before_the_push_timeout(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "_MEETING_S", 0.5)
+    store = create_store("127.0.0.1", 20.0)
+    spec = PushGroupSpec("127.0.0.1", store.port, "push1", 0, 3, "gloo", 1 << 20, 20.0, MANIFEST)
+    first = threads.submit(PushGroup, replace(spec, rank=1))
+    with pytest.raises(WeightSyncError, match=r"joining push group 'push1' as rank 0 failed after 0\.\d s"):
+        PushGroup(spec, store)
+    with pytest.raises(WeightSyncError, match=r"as rank 1 failed after 1\.\d s"):
+        first.result(timeout=10)
 
 
 def test_buckets_keep_order_dtype_and_size() -> None:

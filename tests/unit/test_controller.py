@@ -221,8 +221,8 @@ def test_an_overlapping_push_that_fails_ends_the_run_and_one_with_a_dead_receive
         "run.steps=8", "schedule.pipeline_depth=1", "schedule.max_staleness=2", "weight_sync.overlap=true"
     )
     with pytest.raises(ExceptionGroup) as caught:
-        run(settings, [ScriptedGenerator(**FAST)], learner(settings, step_s=1.0, failed_pushes={3}))
-    assert "push call 3 of version 3 failed" in str(caught.value.exceptions[0])
+        run(settings, [ScriptedGenerator(**FAST)], learner(settings, step_s=1.0, failed_pushes={3, 4}))
+    assert "push call 4 of version 3 failed" in str(caught.value.exceptions[0])
 
     async def kill_one(outcome: Outcome) -> None:
         await asyncio.sleep(4.5)

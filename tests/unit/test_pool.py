@@ -74,7 +74,7 @@ def test_work_goes_to_the_fewest_outstanding_tokens() -> None:
         groups = [asyncio.ensure_future(pool.run_group(request(i, n))) for i, n in enumerate(sizes)]
         await asyncio.sleep(0.01)
         holders = [pool.holder(f"train-{i}", i) for i in range(len(sizes))]
-        assert [m.outstanding_tokens for m in pool.members] == [100, 80, 60]
+        assert [m.outstanding_tokens for m in pool.members] == [100, 60, 80]
         await asyncio.gather(*groups)
         assert [m.outstanding_tokens for m in pool.members] == [0, 0, 0]
         return [int(name.split()[1]) for name in holders]
@@ -111,7 +111,7 @@ def test_an_idle_replica_whose_engine_broke_is_noticed_by_its_ping() -> None:
         pool = await started(broken, fast())
         supervisor = asyncio.ensure_future(pool.supervise())
         broken.die("the decode thread failed")
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.1)
         assert [m.state for m in pool.members] == ["dead", "live"]
         assert pool.members[0].why == "the decode thread failed"
         supervisor.cancel()

@@ -69,7 +69,7 @@ async def test_pushes_fail_by_script_and_name_the_version() -> None:
     report = await learner.push(3)
     assert report.checksum == await learner.checksum()
     assert learner.pushed == [3]
-    with pytest.raises(InvariantError, match="push version 4, have only 3"):
+    with pytest.raises(InvariantError, match="push version 4 between two updates, have 3"):
         await learner.push(4)
 
 
