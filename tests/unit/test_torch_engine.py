@@ -379,6 +379,7 @@ async def test_a_fault_in_the_decode_thread_fails_all_that_wait():
         model, passes = engine.model, ForwardPasses(engine.model)
         tasks = [asyncio.create_task(engine.generate(request(f"r{i}", new=60, ordinal=i))) for i in range(5)]
         await passes.more(2)
+        engine.check_health()
 
         def explode(*_: object) -> None:
             raise RuntimeError("the device is gone")
@@ -391,6 +392,8 @@ async def test_a_fault_in_the_decode_thread_fails_all_that_wait():
         for call in (engine.generate(request("late")), engine.pause(), engine.abort("r1")):
             with pytest.raises(GeneratorError, match="the device is gone"):
                 await call
+        with pytest.raises(GeneratorError, match="the device is gone"):
+            engine.check_health()
 
 
 async def test_weights_that_are_not_finite_are_an_error_and_not_a_sample():
