@@ -38,6 +38,7 @@ class GeneratorActor:
     def __init__(self, config: Config, model_path: str, folder: str, cores: tuple[int, ...] | None) -> None:
         self._all_cores = tuple(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
         pin_process(cores)
+        self._cores = cores
         self._config = config
         self._model_path = model_path
         self._folder = Path(folder)
@@ -51,7 +52,7 @@ class GeneratorActor:
 
         self._home = asyncio.get_running_loop()
         self._host, self._close = await build_host(
-            self._config, self._model_path, self._folder, self._all_cores
+            self._config, self._model_path, self._folder, self._all_cores, self._cores
         )
 
     @ray.method(concurrency_group="generate")
@@ -60,7 +61,9 @@ class GeneratorActor:
 
     @ray.method(concurrency_group="control")
     async def ping(self) -> None:
-        return None
+        """An engine whose own processes died says so here."""
+        if self._host is not None:
+            self._host.engine.statistics()
 
     @ray.method(concurrency_group="control")
     async def join(self, spec: PushGroupSpec) -> None:
@@ -112,6 +115,7 @@ class RayReplica:
         gpus: int,
     ) -> None:
         self.name = name
+        self.push_ranks = config.generators.workers
         self._start_timeout_s = config.generators.start_timeout_s
         self._actor = _RemoteGenerator.options(**actor_options(gpus)).remote(
             config, model_path, str(Path.cwd()), cores

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from asyncrl.errors import ChecksumError, InfrastructureError, PushTimeoutError, WeightSyncError
@@ -128,16 +129,18 @@ class WeightPublisher:
             port=port,
             prefix=f"push{self._generation}",
             rank=0,
-            world_size=1 + len(self._receivers),
+            world_size=1 + sum(m.replica.push_ranks for m in self._receivers),
             backend="nccl" if self._backend == "nccl" else "gloo",
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
             manifest=self._info.manifest,
         )
+        # Each replica has as many ranks in a row as it has workers; it is told its first.
+        ranks = accumulate((m.replica.push_ranks for m in self._receivers[:-1]), initial=1)
         await self._together(
             f"building push group {spec.prefix}",
             self._learner.open_push_group(spec),
-            *(m.replica.join(replace(spec, rank=i)) for i, m in enumerate(self._receivers, start=1)),
+            *(m.replica.join(replace(spec, rank=r)) for m, r in zip(self._receivers, ranks, strict=True)),
         )
 
     async def _give_up_the_silent(self) -> bool:
