@@ -157,6 +157,8 @@ class VLLMEngine:
             "generation_config": "vllm",
             "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
             "worker_extension_cls": WORKER_EXTENSION,
+            # Left to itself it may choose Ray, which is there, but for our own actors.
+            "distributed_executor_backend": "uni" if settings.workers == 1 else "mp",
             "disable_log_stats": True,
             "enable_log_requests": False,
         }

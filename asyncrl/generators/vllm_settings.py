@@ -54,14 +54,14 @@ def environment(settings: VLLMSettings, inherited: Mapping[str, str]) -> dict[st
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": inherited.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": inherited.get("VLLM_NO_USAGE_STATS", "1"),
-        "VLLM_CPU_OMP_THREADS_BIND": _bindings(settings),
+        "VLLM_CPU_OMP_THREADS_BIND": _bindings(settings, inherited),
         "OMP_NUM_THREADS": str(settings.threads),
     }
 
 
-def _bindings(settings: VLLMSettings) -> str:
+def _bindings(settings: VLLMSettings, inherited: Mapping[str, str]) -> str:
     if settings.cores is None:
-        return "nobind"
+        return inherited.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     dealt = deal_cores(settings.cores, settings.workers)
     return "|".join(",".join(map(str, cores)) for cores in dealt if cores)
 

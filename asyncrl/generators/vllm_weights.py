@@ -66,7 +66,7 @@ class StagedWeightTransfer(WeightTransferEngine[JoinInfo, LoadInfo]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.receiver = StagingReceiver()
+        self.receiver = StagingReceiver(self.device)
         self.load_s: dict[str, float] = {}
         """Seconds of the last load, by phase: prepare, load, finish."""
 

@@ -50,10 +50,11 @@ class Outcome:
 class StagingReceiver:
     """Joins push groups and receives versions into staging tensors, in a thread of its own.
 
-    ``staged`` and ``close`` belong to the thread that calls ``join`` and ``receive``.
+    ``device`` is that of the process's model: with nccl, the staging area is there too. ``staged`` and ``close`` belong to the thread that calls ``join`` and ``receive``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
         self._group: PushGroup | None = None
         self._thread: threading.Thread | None = None
         self._staging: dict[str, torch.Tensor] = {}
@@ -77,7 +78,7 @@ class StagingReceiver:
         self._start(spec, _JOINED, lambda: connect_store(spec), run)
 
     def receive(self, version: int, ticket: int) -> None:
-        """Start to fill the staging area with ``version``; ``ticket`` is another for each call in a group.
+        """Start to fill the staging area with ``version``; each call in a group has another ``ticket``.
 
         Raises WeightSyncError before ``join``.
         """
@@ -112,6 +113,8 @@ class StagingReceiver:
         self, spec: PushGroupSpec, what: str, connect: Callable[[], Any], run: Callable[[Any], Outcome]
     ) -> None:
         def work() -> None:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # which device is current is a thread's own matter
             store = connect()
             try:
                 outcome = run(store)

@@ -88,10 +88,8 @@ def distances(
     """Absolute log-prob differences between the engine and forward passes, over all sampled tokens."""
     return np.concatenate(
         [
-            np.abs(
-                got.logprobs - forward_logprobs(model, each.prompt_ids, got.token_ids, temperature).numpy()
-            )
-            for each, got in zip(asked, answers, strict=True)
+            np.abs(got.logprobs - forward_logprobs(model, r.prompt_ids, got.token_ids, temperature).numpy())
+            for r, got in zip(asked, answers, strict=True)
         ]
     )
 

@@ -34,9 +34,7 @@ class Push:
         self.sender: PushGroup | None = None
 
     def spec(self, prefix: str, timeout_s: float = TIMEOUT_S) -> PushGroupSpec:
-        return PushGroupSpec(
-            "127.0.0.1", self.store.port, prefix, 0, 3, "gloo", 1 << 10, timeout_s, MANIFEST
-        )
+        return PushGroupSpec("127.0.0.1", self.store.port, prefix, 0, 3, "gloo", 1 << 10, timeout_s, MANIFEST)
 
     def join(self, prefix: str) -> PushGroupSpec:
         spec = self.spec(prefix)
@@ -90,10 +88,14 @@ def test_a_failure_reaches_the_waiter_with_its_rank_and_words(push: Push) -> Non
     spec = push.join("one")
     push.receivers[0].receive(1, 1)
     push.receivers[1].receive(2, 1)
-    push.send(1)
-    await_received(push.waiter, spec, 1, 1, (1,))
+    sending = push.threads.submit(push.send, 1)
     with pytest.raises(WeightSyncError, match=r"(?s)on 1 of 1 workers: worker 2: .*announced version 1"):
         await_received(push.waiter, spec, 2, 1, (2,))
+    # The sender waits for the receiver that left, until somebody ends the group.
+    push.receivers[1].close()
+    assert push.sender is not None
+    push.sender.close()
+    assert isinstance(sending.exception(TIMEOUT_S), WeightSyncError)
     with pytest.raises(WeightSyncError, match="version 2, but nothing is staged"):
         push.receivers[1].staged(2)
 
@@ -111,7 +113,9 @@ def test_a_rebuilt_group_ends_what_the_old_one_waited_for(push: Push) -> None:
 
 def test_a_silent_worker_is_an_error_with_its_rank(push: Push) -> None:
     spec = push.spec("nobody", timeout_s=0.5)
-    with pytest.raises(WeightSyncError, match=r"joining push group 'nobody': workers \[1, 2\] gave no outcome"):
+    with pytest.raises(
+        WeightSyncError, match=r"joining push group 'nobody': workers \[1, 2\] gave no outcome"
+    ):
         await_joined(push.waiter, spec, (1, 2))
 
 

@@ -1,0 +1,40 @@
+"""Replicas of several workers take as many ranks in a row of the push group."""
+
+from __future__ import annotations
+
+from asyncrl.generators.pool import GeneratorPool
+from asyncrl.learners.base import LearnerInfo
+from asyncrl.weight_sync.base import PushGroupSpec
+from asyncrl.weight_sync.publish import WeightPublisher
+
+
+class Joiner:
+    """The part of a replica, or of the learner, that a group is built with."""
+
+    def __init__(self, push_ranks: int) -> None:
+        self.name = f"{push_ranks} ranks"
+        self.push_ranks = push_ranks
+        self.specs: list[PushGroupSpec] = []
+
+    async def join(self, spec: PushGroupSpec) -> None:
+        self.specs.append(spec)
+
+    async def open_push_group(self, spec: PushGroupSpec) -> None:
+        self.specs.append(spec)
+
+
+async def test_ranks_follow_the_workers_of_each_replica() -> None:
+    learner, replicas = Joiner(1), [Joiner(1), Joiner(2), Joiner(4)]
+    publisher = WeightPublisher(
+        learner,  # type: ignore[arg-type]
+        GeneratorPool(replicas),  # type: ignore[arg-type]
+        backend="gloo",
+        bucket_bytes=1,
+        timeout_s=5,
+        in_flight=True,
+        kv="keep",
+    )
+    await publisher.open(LearnerInfo(manifest=(), parameters=0))
+    specs = [joiner.specs[0] for joiner in (learner, *replicas)]
+    assert [spec.rank for spec in specs] == [0, 1, 2, 4]
+    assert {spec.world_size for spec in specs} == {8}
