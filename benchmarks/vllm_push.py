@@ -228,13 +228,12 @@ async def _push(engine: VLLMEngine, pipe: Connection, version: int) -> dict[str,
     wire = max(outcome.wire_s for outcome in engine.staged_outcomes)
     await asyncio.to_thread(pipe.recv)
     echo = await engine.swap(version, in_flight=True, kv="keep")
-    phases = await engine.load_times()
     seconds = {
         "receive": receive,
         "wire": wire,
         "unpack": echo.receive_s - wire,
         "pause": echo.pause_s,
-        **{name: max(times[name] for times in phases) for name in ("prepare", "load", "finish")},
+        **{name: max(times[name] for times in engine.load_times) for name in ("prepare", "load", "finish")},
         "bare": bare,
         "beyond": echo.pause_s - bare,
     }

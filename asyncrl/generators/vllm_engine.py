@@ -92,6 +92,8 @@ class VLLMEngine:
         self._store: Any = None
         self._ticket = 0
         self._staged: _Staged | None = None
+        self.load_times: list[dict[str, float]] = []
+        """Seconds of the last swap's load by phase, a dict a worker."""
 
     @property
     def live_version(self) -> int:
@@ -458,11 +460,8 @@ class VLLMEngine:
         return took
 
     async def _load(self, version: int) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._engine.start_weight_update()
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
-        await self._engine.finish_weight_update(weight_version=str(version))
+        self.load_times = await self._engine.collective_rpc("asyncrl_load", args=(version,))
+        await self._engine.update_weight_version(str(version))
 
     async def _count_tokens(self) -> dict[_Sequence, int]:
         """Tokens so far of every sequence that vLLM has not ended, while it stands still."""
@@ -491,13 +490,6 @@ class VLLMEngine:
     def staged_outcomes(self) -> list[Outcome]:
         """What the last ``receive`` came to, a worker each; empty once it was swapped in."""
         return self._staged.outcomes if self._staged is not None else []
-
-    async def load_times(self) -> list[dict[str, float]]:
-        """Seconds of the last load by phase, a dict a worker: for benchmarks."""
-        times: list[dict[str, float]] = await self._with_engine(
-            self._engine.collective_rpc("asyncrl_load_times")
-        )
-        return times
 
     def _ranks(self, spec: PushGroupSpec) -> range:
         return range(spec.rank, spec.rank + self._settings.workers)

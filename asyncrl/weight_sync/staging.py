@@ -50,7 +50,8 @@ class Outcome:
 class StagingReceiver:
     """Joins push groups and receives versions into staging tensors, in a thread of its own.
 
-    ``device`` is that of the process's model: with nccl, the staging area is there too. ``staged`` and ``close`` belong to the thread that calls ``join`` and ``receive``.
+    ``device`` is that of the process's model: with nccl, the staging area is there too. ``staged`` and
+    ``close`` belong to the thread that calls ``join`` and ``receive``.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
