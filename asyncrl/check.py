@@ -52,7 +52,7 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
     row, prompt = _first_row(config, folder)
     score = asyncio.run(_score_row(config, model, folder, row, prompt))
     prompts = load_prompts(config, model.tokenizer, folder)
-    return Plan(config, model.facts(), prompts.report, score)
+    return Plan(config, model.facts(), prompts, score)
 
 
 def require_cores(config: Config) -> None:

@@ -8,7 +8,7 @@ from math import ceil
 from rich.table import Table
 
 from asyncrl.config import Config
-from asyncrl.data.prompts import PromptReport
+from asyncrl.data.prompts import Prompts
 from asyncrl.placement import deal_cores
 
 
@@ -40,7 +40,8 @@ class Plan:
 
     config: Config
     model: ModelFacts
-    prompts: PromptReport
+    prompts: Prompts
+    """The data, opened and measured: a run goes on with it."""
     score: SampleScore
 
     @property
@@ -58,7 +59,7 @@ class Plan:
     @property
     def epochs(self) -> float:
         """Times that the whole run goes through the training rows."""
-        return self.config.run.steps * self.config.rollout.groups_per_step / self.prompts.trainable
+        return self.config.run.steps * self.config.rollout.groups_per_step / self.prompts.report.trainable
 
     def table(self) -> Table:
         """The page, a row a subject."""
@@ -71,7 +72,7 @@ class Plan:
         table.add_column(overflow="fold")
         table.add_row("folder", str(run.folder))
         table.add_row("model", self._model_text())
-        table.add_row("data", str(self.prompts))
+        table.add_row("data", str(self.prompts.report))
         table.add_row("reward", self._reward_text())
         table.add_row(
             "length",

@@ -87,10 +87,10 @@ def train(config: Config) -> int:
     """Run the config to its end; returns the exit code. Raises UsageError for what the user can fix."""
     console = Console(stderr=True)
     set_up_logging(console)
-    validate(config)
+    log.info("checking config, data and rewards")
+    prompts = validate(config).prompts
     folder = claim(config)
     model_path = resolve_model(config, console)
-    prompts = open_prompts(config, model_path)
     log.info("%s", prompts.report)
     from asyncrl.placement import close_session, open_session
 
@@ -126,16 +126,6 @@ def resolve_model(config: Config, console: Console) -> str:
 
     with show_progress(console) as progress:
         return str(ensure_model(config, progress).resolve())
-
-
-def open_prompts(config: Config, model_path: str) -> Prompts:
-    """The run's training stream and held-out tasks."""
-    from transformers import AutoTokenizer
-
-    from asyncrl.data import load_prompts
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=config.model.trust_remote_code)
-    return load_prompts(config, tokenizer)
 
 
 def build(

@@ -5,7 +5,7 @@ Invariants:
 - One process builds at a time; the others wait for it, and then find the model.
 - The folder's name holds a hash of all that the weights depend on, so a changed ``create`` or
   ``data`` block (or data file) makes another model and never overwrites one.
-- Held-out prompts take no part in the warm start.
+- Imports no torch or transformers until a model has to be made.
 """
 
 from __future__ import annotations
@@ -17,28 +17,19 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
 
 from asyncrl.config import Config, CreateSection
-from asyncrl.data import load_prompts
-from asyncrl.errors import ConfigError, DataError, DeadlineError
-from asyncrl.models.tokenizer import character_tokenizer
-from asyncrl.models.warm_start import PROBE_EXAMPLES, Example, ProgressCallback, warm_start
+from asyncrl.errors import ConfigError, DeadlineError
+from asyncrl.models.progress import ProgressCallback
 
 logger = logging.getLogger(__name__)
 
-RECIPE = 1
+RECIPE = 2
 """Part of the hash: raise it when the same config should give other weights."""
-ROPE_THETA = 1000.0
 BUILD_TIMEOUT_S = 900.0
-TARGET_COLUMNS = ("solution", "answer")
 
 
 def model_folder(config: Config, folder: Path | None = None) -> Path:
@@ -74,114 +65,22 @@ def ensure_model(
     place = model_folder(config, folder)
     if place.exists():
         return place
-    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{place.parent} cannot be made: {error.strerror}; set run.dir to a folder that can be written"
+        ) from error
     with _only_builder(place.with_name(f"{place.name}.lock"), timeout_s):
         if place.exists():
             return place
         draft = place.with_name(f"{place.name}.draft")
         shutil.rmtree(draft, ignore_errors=True)  # what a builder that was killed left behind
-        _build(config, draft, folder, progress or (lambda _: None))
+        from asyncrl.models.build import build_model
+
+        build_model(config, _create_section(config), draft, folder, progress or (lambda _: None))
         draft.rename(place)
     return place
-
-
-def training_examples(
-    config: Config, tokenizer: PreTrainedTokenizerFast, folder: Path | None = None
-) -> list[Example]:
-    """Pairs from the training rows of ``data``, with prompts as the run itself will render them.
-
-    As many rows as the warm start can use, in an order drawn from ``create.seed``: ``run.seed`` has no
-    part in the model.
-    """
-    create = _create_section(config)
-    run = config.run.model_copy(update={"seed": create.seed})
-    stream = load_prompts(config.model_copy(update={"run": run}), tokenizer, folder).train
-    wanted = create.warm_start.steps * create.warm_start.batch_size + PROBE_EXAMPLES
-    tasks = [stream.task(ordinal) for ordinal in range(min(len(stream), wanted))]
-    targets = tokenizer([target_text(task.row) for task in tasks], add_special_tokens=False)["input_ids"]
-    return [
-        Example(task.prompt_ids, (*ids, tokenizer.eos_token_id))
-        for task, ids in zip(tasks, targets, strict=True)
-    ]
-
-
-def new_model(create: CreateSection, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama with fresh weights from ``create.seed``; input and output embeddings are one tensor."""
-    architecture = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=create.hidden_size,
-        intermediate_size=create.intermediate_size,
-        num_hidden_layers=create.layers,
-        num_attention_heads=create.heads,
-        num_key_value_heads=create.kv_heads,
-        max_position_embeddings=create.max_positions,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        # A narrow model does not leave its first plateau for hundreds of updates from the usual 0.02.
-        initializer_range=create.hidden_size**-0.5,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(create.seed)
-        model = LlamaForCausalLM(architecture)
-    return model.float()
-
-
-def _build(config: Config, draft: Path, folder: Path | None, progress: ProgressCallback) -> None:
-    create = _create_section(config)
-    tokenizer = character_tokenizer(create.max_positions)
-    model = new_model(create, tokenizer)
-    if create.warm_start.steps:
-        examples = _within(training_examples(config, tokenizer, folder), create.max_positions)
-        report = warm_start(
-            model,
-            examples,
-            create.warm_start,
-            seed=create.seed,
-            pad_id=tokenizer.pad_token_id,
-            progress=progress,
-        )
-        logger.info(
-            "warm start: %d of %d updates, loss %.3f, expected accuracy %.2f",
-            report.step,
-            report.steps,
-            report.loss,
-            report.accuracy,
-        )
-    tokenizer.save_pretrained(draft)
-    with _no_library_bars():
-        model.save_pretrained(draft)
-
-
-def target_text(row: Mapping[str, Any]) -> str:
-    """What the warm start shows after the prompt: the row's ``solution``, or else its ``answer``."""
-    for column in TARGET_COLUMNS:
-        if row.get(column) is not None:
-            return str(row[column])
-    raise DataError(
-        f"found a row with the columns {', '.join(sorted(row)) or 'none'}; the warm start expected "
-        f"{' or '.join(TARGET_COLUMNS)}. Add one, or set model.create.warm_start.steps to 0"
-    )
-
-
-def _within(examples: Sequence[Example], max_positions: int) -> list[Example]:
-    """The examples that fit into the model."""
-    fitting = [e for e in examples if len(e.prompt_ids) + len(e.target_ids) <= max_positions]
-    if len(fitting) < len(examples):
-        logger.warning(
-            "warm start: left out %d of %d rows whose prompt and answer exceed max_positions %d",
-            len(examples) - len(fitting),
-            len(examples),
-            max_positions,
-        )
-    if len(fitting) < 5:
-        raise DataError(
-            f"found {len(fitting)} training rows of at most {max_positions} tokens, answer included; "
-            "the warm start expected at least 5. Raise model.create.max_positions or data.train.size"
-        )
-    return fitting
 
 
 def _create_section(config: Config) -> CreateSection:
@@ -202,17 +101,6 @@ def _file_digests(config: Config, folder: Path) -> dict[str, str]:
                 with (folder / name).open("rb") as file:
                     digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return digests
-
-
-@contextmanager
-def _no_library_bars() -> Iterator[None]:
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()
 
 
 @contextmanager

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-from asyncrl.models.warm_start import ProgressCallback, WarmStartProgress
 
 logger = logging.getLogger(__name__)
 
 LINES = 5
 """About so many lines for a whole warm start."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartProgress:
+    """Where the warm start stands, measured on a sample of its prompts."""
+
+    step: int
+    steps: int
+    loss: float
+    """Nats a target token."""
+    accuracy: float
+    """Share of whole targets that sampling at temperature 1 is expected to hit."""
+
+
+ProgressCallback = Callable[[WarmStartProgress], None]
 
 
 @contextmanager

@@ -2,14 +2,15 @@
 
 Invariants:
 - The loss covers the target and the EOS after it, never the prompt or the padding.
-- The examples that ``accuracy`` is measured on are not trained on.
+- Loss and accuracy are measured on a fixed sample of the training prompts, because those are what RL
+  will sample on: with few prompts, memory counts as skill, as it does for RL.
 - Equal seeds, examples and thread counts give equal weights.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,8 +19,9 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from asyncrl.config import WarmStartSection
+from asyncrl.models.progress import ProgressCallback, WarmStartProgress
 
-PROBE_EXAMPLES = 128
+PROBE_PROMPTS = 128
 PROBE_EVERY = 10
 IGNORED = -100
 
@@ -30,21 +32,6 @@ class Example:
 
     prompt_ids: tuple[int, ...]
     target_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WarmStartProgress:
-    """Where the warm start stands, measured on examples that it does not train on."""
-
-    step: int
-    steps: int
-    loss: float
-    """Nats a target token."""
-    accuracy: float
-    """Share of whole targets that sampling at temperature 1 is expected to hit."""
-
-
-ProgressCallback = Callable[[WarmStartProgress], None]
 
 
 def warm_start(
@@ -58,22 +45,21 @@ def warm_start(
 ) -> WarmStartProgress:
     """Train ``model`` in place on ``examples`` until ``section.steps`` or ``section.target``.
 
-    Uses every core that this process may run on. Reports to ``progress`` at each probe, the last one
-    included, and returns that last report. A probe of up to 128 examples, a fifth of them at most, is
-    set apart first. Raises ValueError for fewer than 5 examples.
+    Uses every core that this process may run on. Reports to ``progress`` each tenth update and after
+    the last, and returns that last report. Raises ValueError without examples.
     """
-    if len(examples) < 5:
-        raise ValueError(f"found {len(examples)} examples for the warm start; expected at least 5")
+    if not examples:
+        raise ValueError("found no examples; expected at least 1")
     order = torch.Generator().manual_seed(seed)
-    shuffled = [examples[i] for i in torch.randperm(len(examples), generator=order).tolist()]
-    held = min(PROBE_EXAMPLES, len(shuffled) // 5)
-    probe, training = collate(shuffled[:held], pad_id), shuffled[held:]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=section.lr, betas=(0.9, 0.98), weight_decay=0.0)
+    probe = collate(_one_per_prompt(examples, PROBE_PROMPTS, order), pad_id)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=section.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+    )
     warmup = max(1, min(20, section.steps // 10))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda done: min((done + 1) / warmup, 1.0 - done / section.steps)
     )
-    batches = _batches(training, section.batch_size, order)
+    batches = _batches(examples, section.batch_size, order)
     model.train()
     with _all_cores():
         report = WarmStartProgress(0, section.steps, *evaluate(model, *probe))
@@ -123,6 +109,12 @@ def _target_nll(model: PreTrainedModel, inputs: torch.Tensor, labels: torch.Tens
     # Padding is on the right and attention is causal, so no target attends to it: no mask is needed.
     logits = model(input_ids=inputs, use_cache=False).logits[:, :-1]  # (B, T-1, V)
     return F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none")
+
+
+def _one_per_prompt(examples: Sequence[Example], most: int, order: torch.Generator) -> list[Example]:
+    """One example each of up to ``most`` distinct prompts, drawn at random."""
+    distinct = list({example.prompt_ids: example for example in examples}.values())
+    return [distinct[i] for i in torch.randperm(len(distinct), generator=order)[:most].tolist()]
 
 
 def _batches(examples: Sequence[Example], size: int, order: torch.Generator) -> Iterator[list[Example]]:

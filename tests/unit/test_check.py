@@ -63,7 +63,7 @@ def test_the_plan_of_a_valid_run(folder: Path) -> None:
     assert plan.samples == 10 * 8 * 8
     assert plan.tokens_per_step == 8 * 8 * 64
     assert plan.epochs == 80 / 35
-    assert (plan.prompts.trainable, plan.prompts.eval_prompts) == (35, 5)
+    assert (plan.prompts.report.trainable, plan.prompts.report.eval_prompts) == (35, 5)
     assert (plan.score.total, plan.score.completion) == (1.0, "0")
     text = text_of(plan.table())
     for part in (

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 
 import pytest
+import reasoning_gym
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.examples import addition, counting
+from asyncrl.examples import addition, chain_sum, counting
+from asyncrl.rewards.builtin import last_number
 
 numbers = st.integers(min_value=1, max_value=10**6)
 
@@ -81,3 +84,21 @@ def test_counting_reward_is_the_share_of_the_right_prefix(n: int, data: st.DataO
 def test_counting_refuses_impossible_sizes() -> None:
     with pytest.raises(ValueError, match="expected"):
         counting.rows(count=0)
+
+
+def test_chain_sum_works_through_the_library_s_own_questions() -> None:
+    rows = chain_sum.rows(count=200, seed=2, min_terms=2, max_terms=4, min_digits=1, max_digits=2)
+    library = reasoning_gym.create_dataset(
+        "chain_sum", size=200, seed=2, min_terms=2, max_terms=4, min_digits=1, max_digits=2
+    )
+    for mine, entry in zip(rows, library, strict=True):
+        assert mine["question"] in entry["question"]
+        assert mine["answer"] == entry["answer"]
+        working, _, final = mine["solution"].partition(chain_sum.MARK)
+        assert final == entry["answer"]
+        for step in working.split(","):
+            left, right = step.split("=")
+            a, sign, b = re.fullmatch(r"(-?\d+)([+-])(\d+)", left).groups()  # type: ignore[union-attr]
+            assert int(right) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
+        assert last_number(mine["solution"], mine["answer"]) == 1.0
+    assert rows[0]["answer"] != chain_sum.rows(count=1, seed=3)[0]["answer"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,9 @@ from asyncrl.config_load import parse_config
 from asyncrl.data import load_prompts
 from asyncrl.errors import ConfigError, DataError, DeadlineError
 from asyncrl.models import WarmStartProgress, ensure_model, model_folder
-from asyncrl.models.create import new_model, target_text, training_examples
+from asyncrl.models.build import new_model, target_text, training_examples
 from asyncrl.models.tokenizer import CHARACTERS, character_tokenizer
-from asyncrl.models.warm_start import IGNORED, Example, collate, evaluate, warm_start
+from asyncrl.models.warm_start import IGNORED, Example, _one_per_prompt, collate, evaluate, warm_start
 
 TINY = {
     "hidden_size": 32,
@@ -92,11 +94,13 @@ def test_accuracy_is_the_probability_of_the_whole_target() -> None:
     assert loss == pytest.approx(-sum(logs) / len(logs), rel=1e-5)
 
 
-def capitals(tokenizer: Any, count: int) -> list[Example]:
-    """A skill that a tiny model picks up at once: a letter's capital."""
-    letters = ["abcdefghij"[i % 10] for i in range(count)]
-    ids = [tokenizer(letter + letter.upper())["input_ids"] for letter in letters]
-    return [Example((small,), (large, tokenizer.eos_token_id)) for small, large in ids]
+def last_letters(tokenizer: Any) -> list[Example]:
+    """A skill that a tiny model picks up at once: the last letter's capital."""
+    pairs = [(first + last, last.upper()) for first in "abcdefghij" for last in "abcdefghij"]
+    return [
+        Example(tuple(tokenizer(a)["input_ids"]), (*tokenizer(b)["input_ids"], tokenizer.eos_token_id))
+        for a, b in pairs
+    ]
 
 
 def test_warm_start_learns_stops_at_its_target_and_repeats_itself() -> None:
@@ -106,7 +110,7 @@ def test_warm_start_learns_stops_at_its_target_and_repeats_itself() -> None:
 
     def train() -> tuple[Any, list[WarmStartProgress]]:
         model, seen = new_model(CreateSection(**TINY), tokenizer), []
-        last = warm_start(model, capitals(tokenizer, 100), section, seed=7, pad_id=0, progress=seen.append)
+        last = warm_start(model, last_letters(tokenizer), section, seed=7, pad_id=0, progress=seen.append)
         assert seen[-1] == last
         return model, seen
 
@@ -119,6 +123,21 @@ def test_warm_start_learns_stops_at_its_target_and_repeats_itself() -> None:
     again, _ = train()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert torch.get_num_threads() == before
+
+
+def test_the_probe_has_one_example_a_prompt() -> None:
+    examples = [Example((i % 30,), (i, 1)) for i in range(300)]
+    for most, expected in ((10, 10), (128, 30)):
+        probe = _one_per_prompt(examples, most, torch.Generator().manual_seed(0))
+        assert len(probe) == len({each.prompt_ids for each in probe}) == expected
+
+
+def test_nothing_heavy_is_imported_until_a_model_has_to_be_made() -> None:
+    code = "import sys, asyncrl.models; print(*{'torch', 'transformers'} & set(sys.modules))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert found.stdout.split() == []
 
 
 def test_a_created_model_loads_by_its_folder_and_is_made_once(tmp_path: Path) -> None:
@@ -165,7 +184,7 @@ def test_the_folder_depends_on_the_model_and_the_data_alone(tmp_path: Path) -> N
 def test_held_out_prompts_take_no_part_whatever_the_run_seed(tmp_path: Path) -> None:
     tokenizer = character_tokenizer(64)
     base = config(tmp_path, steps=40)
-    examples = training_examples(base, tokenizer)
+    examples = training_examples(base, base.model.create, tokenizer)
     prompts = load_prompts(base, tokenizer)
     shown = {each.prompt_ids for each in examples}
     assert len(examples) == len(shown) == 40
@@ -175,7 +194,8 @@ def test_held_out_prompts_take_no_part_whatever_the_run_seed(tmp_path: Path) -> 
         Example(task.prompt_ids, (*tokenizer(task.row["solution"])["input_ids"], tokenizer.eos_token_id))
         in examples
     )
-    assert training_examples(config(tmp_path, "run.seed=9", steps=40), tokenizer) == examples
+    other = config(tmp_path, "run.seed=9", steps=40)
+    assert training_examples(other, other.model.create, tokenizer) == examples
 
 
 def test_the_target_is_the_solution_or_else_the_answer() -> None:
@@ -194,10 +214,10 @@ def test_a_failed_build_leaves_nothing_that_looks_like_a_model(tmp_path: Path) -
     assert not model_folder(broken).exists()
 
 
-def test_too_few_or_too_long_rows_are_refused_with_both_numbers(tmp_path: Path) -> None:
+def test_rows_too_long_for_the_model_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"question": f"{i}", "answer": "x" * 99}) + "\n" for i in range(9)))
-    with pytest.raises(DataError, match="found 0 training rows of at most 64 tokens"):
+    with pytest.raises(DataError, match="found no training row of at most 64 tokens"):
         ensure_model(config(tmp_path, data={"train": str(file), "max_prompt_tokens": 16}))
 
 

@@ -1,0 +1,176 @@
+"""What the DeepSpeed tests run in the ranks' processes, and how they start them.
+
+Ranks are forked from a server that has imported everything once; each group of ranks lives for one
+job, because DeepSpeed keeps one engine a process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+
+# Otherwise each fork would import these for itself: seconds, with half of the compiler behind them.
+import deepspeed.runtime.zero.muon.muon_optimizer
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
+from asyncrl.learners.base import RankStep, TrainSample
+from asyncrl.learners.deepspeed import DeepSpeedLearner
+from asyncrl.weight_sync.base import Manifest, plan_buckets
+from asyncrl.weight_sync.verify import state_checksum
+from tests.unit.recorded_batches import MAX_AGE, record_batch, shares
+
+DEADLINE_S = 300
+PRELOADED = (AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM)
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Which learner a job runs on."""
+
+    folder: Path
+    stage: int
+    rank: int
+    ranks: int
+    port: int
+    lr: float = 1e-3
+    dtype: str = "float32"
+
+
+@contextmanager
+def learner(at: Rank) -> Iterator[tuple[DeepSpeedLearner, Manifest]]:
+    rank = DeepSpeedLearner(
+        model=ModelSection.model_validate({"path": str(at.folder), "dtype": at.dtype}),
+        learner=LearnerSection(
+            ranks=at.ranks, zero_stage=at.stage, lr=at.lr, device="cpu", warmup_steps=3, max_grad_norm=0.05
+        ),
+        algorithm=AlgorithmSection(),
+        model_path=str(at.folder),
+        temperature=0.9,
+        max_staleness=MAX_AGE,
+        total_steps=20,
+        rank=at.rank,
+        world_size=at.ranks,
+        master=("127.0.0.1", at.port),
+        deterministic=True,
+    )
+    try:
+        yield rank, rank.start().manifest
+    finally:
+        rank.close()
+
+
+def share_of(at: Rank, version: int, groups: int = 4, micro_batch_tokens: int = 80) -> RankStep:
+    batch = record_batch(version, groups=groups)
+    return shares(batch, version, at.ranks, micro_batch_tokens)[at.rank]
+
+
+def gradients(at: Rank, splits: list[tuple[int, int]]) -> list[tuple[list[int], Arrays]]:
+    """For each (groups, micro_batch_tokens): this rank's rows a micro-batch, and the full gradient."""
+    found = []
+    with learner(replace(at, lr=1e-30)) as (rank, manifest):
+        for groups, micro_batch_tokens in splits:
+            share = share_of(at, 2, groups, micro_batch_tokens)
+            rank.accumulate(share)
+            parameters = dict(rank._engine.module.named_parameters())
+            full = {spec.name: deepspeed.utils.safe_get_full_grad(parameters[spec.name]) for spec in manifest}
+            found.append(([len(rows) for rows in share.micro_batches], to_arrays(full)))
+            # Takes the gradient away; a learning rate of 0 leaves the weights as they are.
+            rank._update(0.0)
+    return found
+
+
+def train(at: Rank, versions: int) -> dict[str, Any]:
+    """Train on the recorded batches, then look at the weights in every way that a learner offers."""
+    with learner(at) as (rank, manifest):
+        norms, lrs, digests = [], [], []
+        for version in range(versions):
+            result = rank.step(share_of(at, version))
+            assert not result.skipped
+            norms.append(result.metrics["actor/grad_norm"])
+            lrs.append(result.metrics["actor/lr"])
+            digests.append(state_digest(rank))
+        buckets = plan_buckets(manifest, 1 << 16)
+        flat = [rank.gather_bucket(bucket) for bucket in buckets]
+        rank.export(at.folder.parent / f"export-{at.stage}-{at.ranks}")
+        return {
+            "metrics": result.metrics,
+            "norms": norms,
+            "lrs": lrs,
+            "digests": digests,
+            "checksum": rank.checksum(),
+            "parameters": to_arrays(dict(rank.named_parameters())),
+            "buckets": None if flat[0] is None else [b.float().numpy() for b in flat if b is not None],
+            "bucket_names": [[spec.name for spec in bucket] for bucket in buckets],
+        }
+
+
+def skip(at: Rank, kinds: list[str]) -> dict[str, Any]:
+    """Good, then bad ones of the given kinds on the last rank alone, then good again."""
+    with learner(at) as (rank, _):
+        assert not rank.step(share_of(at, 0)).skipped
+        digests, results = [state_digest(rank)], []
+        for kind in kinds:
+            share = share_of(at, 1)
+            results.append(rank.step(spoil(share, kind) if at.rank == at.ranks - 1 else share))
+            digests.append(state_digest(rank))
+        assert not rank.step(share_of(at, 1)).skipped
+        return {"digests": [*digests, state_digest(rank)], "results": results}
+
+
+def spoil(share: RankStep, kind: str) -> RankStep:
+    """One sample of the share gets a value that is not finite."""
+    first, *rest = share.samples
+    bad: TrainSample
+    if kind == "advantage":
+        bad = replace(first, advantage=float("nan"))
+    elif kind == "infinite advantage":
+        bad = replace(first, advantage=float("inf"))
+    else:
+        logprobs = np.full_like(first.trajectory.logprobs, np.nan)
+        bad = replace(first, trajectory=replace(first.trajectory, logprobs=logprobs))
+    return replace(share, samples=(bad, *rest))
+
+
+def state_digest(rank: DeepSpeedLearner) -> str:
+    """Checksum of parameters and optimizer state, this rank's part of it."""
+    return state_checksum([*((n, p.clone()) for n, p in rank.named_parameters()), *optimizer_state(rank)])
+
+
+def optimizer_state(rank: DeepSpeedLearner) -> Iterator[tuple[str, Tensor]]:
+    inner = getattr(rank._engine.optimizer, "optimizer", rank._engine.optimizer)
+    for i, (parameter, state) in enumerate(inner.state.items()):
+        yield f"master {i}", parameter
+        for key, value in state.items():
+            yield f"{key} {i}", torch.as_tensor(value)
+
+
+def to_arrays(tensors: dict[str, Tensor]) -> Arrays:
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors.items()}
+
+
+def run_ranks(job: Callable[..., Any], folder: Path, *, stage: int, ranks: int, **options: Any) -> list[Any]:
+    """Run a job on every rank, in processes of their own; results in the order of the ranks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    fields = {key: options.pop(key) for key in ("lr", "dtype") if key in options}
+    with ProcessPoolExecutor(ranks, mp_context=context) as pool:
+        futures = [
+            pool.submit(job, Rank(folder, stage, rank, ranks, port, **fields), **options)
+            for rank in range(ranks)
+        ]
+        return [future.result(timeout=DEADLINE_S) for future in futures]

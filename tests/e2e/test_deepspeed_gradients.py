@@ -1,0 +1,63 @@
+"""Through DeepSpeed, the gradient of a step is that of plain autograd over the whole step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.deepspeed_worker import gradients, run_ranks
+from tests.e2e.tiny_policy import save_tiny_policy
+from tests.unit.recorded_batches import record_batch, shares
+
+SPLITS = [(3, 60), (5, 110), (1, 10_000)]
+"""(groups, micro_batch_tokens): an odd number of groups leaves the ranks unequal work."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_policy(tmp_path_factory.mktemp("deepspeed") / "model")
+
+
+def by_autograd(folder: Path, groups: int) -> dict[str, np.ndarray]:
+    """Row by row, unpadded, in float64: with u = 1 the gradient is that of -w A log pi."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    (share,) = shares(record_batch(2, groups=groups), 2, 1, 10**6)
+    for sample in share.samples:
+        t = sample.trajectory
+        tokens = torch.tensor([*t.prompt_ids.tolist(), *t.token_ids.tolist()])
+        logits = model(input_ids=tokens[None]).logits[0, :-1] / 0.9
+        logprobs = logits.log_softmax(-1).gather(-1, tokens[1:, None])[len(t.prompt_ids) - 1 :, 0]
+        weights = (logprobs.detach() - torch.from_numpy(t.logprobs)).exp().clamp(max=2.0)
+        loss = -(sample.advantage * weights * logprobs)[torch.from_numpy(t.loss_mask)].sum()
+        (loss / share.loss_tokens).backward()
+    return {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def references(folder: Path) -> list[dict[str, np.ndarray]]:
+    return [by_autograd(folder, groups) for groups, _ in SPLITS]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradient_is_that_of_plain_autograd(
+    folder: Path, references: list[dict[str, np.ndarray]], stage: int, ranks: int
+) -> None:
+    by_rank = run_ranks(gradients, folder, stage=stage, ranks=ranks, splits=SPLITS)
+    for split, reference in enumerate(references):
+        rows = [found[split][0] for found in by_rank]
+        assert len({len(r) for r in rows}) == 1
+        if ranks == 2:
+            # The ranks' real micro-batches differ in number and size; the rest are dummies.
+            assert rows[0] != rows[1]
+        largest = max(np.abs(g).max() for g in reference.values())
+        for found in by_rank:
+            assert found[split][1].keys() == reference.keys()
+            for name, expected in reference.items():
+                difference = np.abs(found[split][1][name] - expected).max()
+                assert difference <= 1e-5 * largest, (split, name, difference, largest)
+    assert any(0 in found[0][0] for found in by_rank) == (ranks == 2)
