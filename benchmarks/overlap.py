@@ -23,7 +23,9 @@ MODES = ("sync", "overlap")
 PHASES = ("train", "weight_sync", "wait_for_batch", "wait_for_policy")
 
 
-def measure(mode: str, folder: Path, name: str, steps: int, warm_up: int, overrides: list[str]) -> dict[str, Any]:
+def measure(
+    mode: str, folder: Path, name: str, steps: int, warm_up: int, overrides: list[str]
+) -> dict[str, Any]:
     """Run one config; its figures over the steps after the warm-up."""
     command = [sys.executable, "-m", "asyncrl.cli", "train", "--config", str(CONFIGS / f"{mode}.yaml")]
     command += [f"run.dir={folder}", f"run.name={name}", f"run.steps={steps + warm_up}"]
@@ -48,7 +50,9 @@ def measure(mode: str, folder: Path, name: str, steps: int, warm_up: int, overri
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40, help="steps in the window (default 40)")
     parser.add_argument("--warm-up", type=int, default=5, help="steps left out before it (default 5)")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each config (default 2)")
@@ -63,7 +67,8 @@ def main() -> None:
                 figures = measure(mode, Path(scratch), name, args.steps, args.warm_up, args.overrides)
                 results[mode].append(figures)
     speedups = [
-        o["tokens_per_s"] / s["tokens_per_s"] for s, o in zip(results["sync"], results["overlap"], strict=True)
+        o["tokens_per_s"] / s["tokens_per_s"]
+        for s, o in zip(results["sync"], results["overlap"], strict=True)
     ]
     report = {"runs": results, "speedups": speedups, "speedup": statistics.median(speedups)}
     if args.json is not None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.queues.codec import decode_group, read_records
+
 from .runs import assert_sound, finish, start
 from .vllm_models import require_vllm
 
@@ -20,8 +22,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("vllm-train")
 
 
-def test_three_steps_with_overlap_and_evaluation(folder: Path) -> None:
-    run = finish(folder, *VLLM, "run.steps=3", "model.create.heads=4", name="vllm")
+def test_three_steps_with_overlap_evaluation_and_a_stop_string(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    run = finish(folder, *VLLM, "run.steps=3", 'rollout.stop=["7"]', "log.rollouts_every=1", name="vllm")
     assert_sound(run, max_staleness=2, capacity=4)
     last = run.metrics[-1]
     assert last["policy_version"] == 3
@@ -29,6 +33,18 @@ def test_three_steps_with_overlap_and_evaluation(folder: Path) -> None:
     assert all(line["timing_s/weight_sync"] > 0 for line in run.metrics[1:])
     assert all(line["perf/generator_busy"] > 0 for line in run.metrics[1:])
     assert "eval/reward_mean" in last
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "checkpoints" / "step_3" / "hf")
+    texts, versions = [], set()
+    for file in sorted((run.folder / "rollouts").glob("*.msgpack")):
+        with file.open("rb") as records:
+            for group in map(decode_group, read_records(records)):
+                for trajectory in group.trajectories:
+                    versions |= set(trajectory.versions.tolist())
+                    texts.append(tokenizer.decode(trajectory.token_ids))
+    assert len(texts) == 3 * 2 * 4
+    assert any("7" in text for text in texts), "no answer was stopped: the test shows nothing"
+    assert all("7" not in text[:-1] for text in texts)
+    assert versions <= {0, 1, 2}
 
 
 def test_a_killed_controller_takes_vllm_with_it(folder: Path) -> None:
