@@ -16,14 +16,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-import numpy as np
 
 from asyncrl.errors import (
     ChecksumError,
@@ -33,10 +30,12 @@ from asyncrl.errors import (
     WeightSyncError,
 )
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
+from asyncrl.generators.requests import check_request, nothing_sampled
+from asyncrl.generators.vllm_answers import completion_of, request_seed
 from asyncrl.generators.vllm_meter import Meter
 from asyncrl.generators.vllm_plugin import BACKEND, WORKER_EXTENSION, register
 from asyncrl.generators.vllm_settings import VLLMSettings, cpu_cache_bytes, environment, has_tokenizer
-from asyncrl.types import Completion, DrawKey, FinishReason, GenerationRequest, SamplingParams
+from asyncrl.types import Completion, DrawKey, GenerationRequest, SamplingParams
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 from asyncrl.weight_sync.broadcast import connect_store
 from asyncrl.weight_sync.staging import Outcome, await_joined, await_received
@@ -46,7 +45,6 @@ T = TypeVar("T")
 
 _WARM_UP_TOKENS = 8
 _CLOSE_TIMEOUT_S = 20.0
-_FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 @dataclass(slots=True, eq=False)
@@ -218,7 +216,17 @@ class VLLMEngine:
         died or was closed.
         """
         self._require_running()
-        self._check(request)
+        check_request(
+            request,
+            limit=self._settings.max_model_len,
+            limit_text="max_model_len is",
+            remedy="generators.vllm.max_model_len",
+            vocab_size=self._vocab_size,
+        )
+        if request.sampling.stop and not has_tokenizer(self._settings.model):
+            raise RolloutError(
+                f"request {request.uid} has stop strings, but {self._settings.model} has no tokenizer"
+            )
         if request.uid in self._sequences:
             raise GeneratorError(f"request {request.uid} is already running: uids must be unique")
         sequence = self._sequences[request.uid] = _Sequence(request)
@@ -228,11 +236,11 @@ class VLLMEngine:
                     await self._open.wait()
                 self._require_running()
                 if sequence.aborted:
-                    return _nothing()
+                    return nothing_sampled()
                 sequence.again = False
                 output = await self._with_engine(self._sample(sequence))
                 if not sequence.again:
-                    return self._completion(sequence, output)
+                    return completion_of(request.uid, output, sequence.starts)
         finally:
             del self._sequences[request.uid]
 
@@ -281,67 +289,6 @@ class VLLMEngine:
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-
-    def _check(self, request: GenerationRequest) -> None:
-        sampling, prompt = request.sampling, request.prompt_ids
-        if not prompt:
-            raise RolloutError(f"request {request.uid} has an empty prompt; at least one token is needed")
-        if sampling.max_new_tokens < 1:
-            raise RolloutError(
-                f"request {request.uid}: max_new_tokens is {sampling.max_new_tokens}, not >= 1"
-            )
-        total, limit = len(prompt) + sampling.max_new_tokens, self._settings.max_model_len
-        if total > limit:
-            raise RolloutError(
-                f"request {request.uid} needs {total} tokens ({len(prompt)} of prompt and up to "
-                f"{sampling.max_new_tokens} new), but max_model_len is {limit}: shorten the prompt, lower "
-                "max_new_tokens, or raise generators.vllm.max_model_len"
-            )
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise RolloutError(
-                f"request {request.uid} has token ids from {min(prompt)} to {max(prompt)}, but the model's "
-                f"vocabulary has {self._vocab_size}: was another tokenizer used?"
-            )
-        if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0):
-            raise RolloutError(
-                f"request {request.uid}: temperature {sampling.temperature}, top_p {sampling.top_p}, top_k "
-                f"{sampling.top_k}; expected temperature >= 0, 0 < top_p <= 1, top_k >= 0"
-            )
-        if sampling.stop and not has_tokenizer(self._settings.model):
-            raise RolloutError(
-                f"request {request.uid} has stop strings, but {self._settings.model} has no tokenizer"
-            )
-
-    def _completion(self, sequence: _Sequence, output: Any) -> Completion:
-        answer = output.outputs[0]
-        uid = sequence.request.uid
-        if answer.finish_reason not in _FINISH:
-            raise GeneratorError(f"request {uid}: vLLM ended it with {answer.finish_reason!r}")
-        token_ids = np.array(answer.token_ids, dtype=np.int32)
-        if not len(token_ids):
-            return _nothing()
-        # One candidate a position: the sampled token's own.
-        logprobs = np.array(answer.logprobs.logprobs, dtype=np.float32)
-        if len(logprobs) != len(token_ids) or answer.logprobs.token_ids != list(answer.token_ids):
-            raise GeneratorError(
-                f"request {uid}: vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens, "
-                "expected one for each sampled token"
-            )
-        broken = int((~np.isfinite(logprobs)).sum())
-        if broken:
-            raise GeneratorError(
-                f"request {uid}: {broken} of {len(logprobs)} log-probs are not finite at version "
-                f"{self._live_version}: are the weights finite?"
-            )
-        versions = _versions(answer.weight_versions, len(token_ids))
-        counted = _counted(sequence.starts, len(token_ids))
-        if not np.array_equal(versions, counted):
-            first = int(np.flatnonzero(versions != counted)[0])
-            raise GeneratorError(
-                f"request {uid}: vLLM stamped token {first} of {len(token_ids)} with version "
-                f"{versions[first]}, but by the counts at each swap it is of version {counted[first]}"
-            )
-        return Completion(token_ids, logprobs, versions, _FINISH[answer.finish_reason])
 
     async def abort(self, uid: str) -> None:
         """End a request now; its ``generate`` returns what it has. Unknown uids are ignored."""
@@ -516,6 +463,10 @@ class VLLMEngine:
             swaps=self._swaps,
         )
 
+    async def check_health(self) -> None:
+        """Return while the engine can sample; raise GeneratorError once it cannot."""
+        self._require_running()
+
     def _require_running(self) -> None:
         if self._fault is not None:
             raise GeneratorError(self._fault)
@@ -539,12 +490,6 @@ class VLLMEngine:
         raise GeneratorError(self._fault or "the engine ended")
 
 
-def request_seed(key: DrawKey) -> int:
-    """The seed of one trajectory's draws, a pure function of its key: 63 bits, as vLLM takes them."""
-    words = f"{key.seed}:{key.ordinal}:{key.sample}:{key.attempt}".encode()
-    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
-
-
 def _eos_ids(model_config: Any) -> tuple[int, ...]:
     """The tokens that end an answer: the generation config's, or else the model's."""
     from transformers import GenerationConfig
@@ -560,28 +505,6 @@ def _eos_ids(model_config: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (int(value),)
-
-
-def _versions(spans: Any, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """vLLM's labels as one version a token, (T,)."""
-    versions = np.full(count, -1, dtype=np.int32)
-    for span in spans or ():
-        versions[span.start : span.end] = int(span.version)
-    return versions
-
-
-def _counted(starts: list[tuple[int, int]], count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Our own counts as one version a token, (T,)."""
-    versions = np.full(count, -1, dtype=np.int32)
-    for version, start in starts:
-        versions[start:] = version
-    return versions
-
-
-def _nothing() -> Completion:
-    """What a request has that is aborted before its first token."""
-    ids = np.zeros(0, dtype=np.int32)
-    return Completion(ids, np.zeros(0, dtype=np.float32), ids.copy(), "abort")
 
 
 def _retrieve(task: asyncio.Future[Any]) -> None:

@@ -64,8 +64,8 @@ class PushGroup:
         """Seconds of the last ``receive`` that waited for bytes; the rest unpacked them."""
         with _as_weight_sync_error(f"joining push group {spec.prefix!r} as rank {spec.rank}"):
             # Kept: the group uses the store as long as it lives.
-            self.store = store if store is not None else connect_store(spec)
-            prefixed = dist.PrefixStore(spec.prefix, self.store)
+            self._store = store if store is not None else connect_store(spec)
+            prefixed = dist.PrefixStore(spec.prefix, self._store)
             self._group: Any = _create_group(prefixed, spec)
             self.device = torch.device("cuda" if spec.backend == "nccl" else "cpu")
             if spec.world_size > 1:

@@ -57,6 +57,7 @@ class StagingReceiver:
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device or torch.device("cpu")
         self._group: PushGroup | None = None
+        self._store: Any = None
         self._thread: threading.Thread | None = None
         self._staging: dict[str, torch.Tensor] = {}
         self._version: int | None = None
@@ -71,7 +72,7 @@ class StagingReceiver:
                 left.close()
             if busy is not None:
                 busy.join()  # its group is gone, so it ends
-            self._group = PushGroup(spec, store)
+            self._group, self._store = PushGroup(spec, store), store
             device = self._group.device
             self._staging = _allocate(spec.manifest, self._staging, device)
             return Outcome(spec.rank)
@@ -95,7 +96,7 @@ class StagingReceiver:
             seconds = time.perf_counter() - began
             return Outcome(group.spec.rank, None, checksum, seconds, group.wire_s)
 
-        self._start(group.spec, _received(version, ticket), lambda: group.store, run)
+        self._start(group.spec, _received(version, ticket), lambda: self._store, run)
 
     def staged(self, version: int) -> dict[str, torch.Tensor]:
         """The tensors of ``version`` by name, until the next ``receive``. Raises WeightSyncError."""

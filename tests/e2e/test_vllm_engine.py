@@ -16,7 +16,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from asyncrl.errors import ConfigError, GeneratorError, RolloutError, WeightSyncError
-from asyncrl.generators.vllm_engine import VLLMEngine, request_seed
+from asyncrl.generators.vllm_answers import request_seed
+from asyncrl.generators.vllm_engine import VLLMEngine
 from asyncrl.generators.vllm_settings import VLLMSettings
 from asyncrl.types import Completion, DrawKey, Float32Array, GenerationRequest
 
