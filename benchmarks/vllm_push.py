@@ -70,9 +70,9 @@ def small_model(folder: str, dtype: str) -> str:
 
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=192,
+        hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=6,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=2048,

@@ -348,8 +348,10 @@ async def test_two_workers_in_bfloat16_take_a_push_agree_with_the_learner_and_di
             assert differences.mean() < 2e-2
         running = asyncio.create_task(engine.generate(request("doomed", new=400)))
         await tokens_sampled(engine, 10)
-        ours = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-        worker = next(p for p in ours if "Worker" in p.name() or "Worker" in " ".join(p.cmdline()))
+        engines = [p for p in psutil.Process().children() if p.pid not in before]
+        worker = next(
+            w for e in engines for w in e.children() if "resource_tracker" not in " ".join(w.cmdline())
+        )
         worker.kill()
         async with asyncio.timeout(30):
             with pytest.raises(GeneratorError, match="died"):

@@ -39,9 +39,9 @@ def random_llama(seed: int, dtype: torch.dtype = torch.float32, *, tied: bool = 
     """2.7 million parameters, 4 heads."""
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=192,
+        hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=6,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=POSITIONS,
