@@ -7,11 +7,13 @@ Invariants:
 - Nothing here waits for the network on the thread that runs the model: see ``StagingReceiver``.
 - A load is bracketed by vLLM's layerwise reload: layers may keep their weights repacked, and take
   plain ones only between its two calls.
-- What the worker computes with is what was received: the checksum is of the tensors that are loaded.
+- What the worker computes with is what was received: the checksum is of the tensors that are loaded,
+  and a parameter that none of them reached is an error.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +30,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from asyncrl.errors import WeightSyncError
 from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec
 from asyncrl.weight_sync.staging import StagingReceiver
+
+# It warns at each push of layers that have buffers alone; parameters that are missing we look for.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 @dataclass
@@ -67,6 +72,7 @@ class StagedWeightTransfer(WeightTransferEngine[JoinInfo, LoadInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.receiver = StagingReceiver(self.device)
+        self._names = {name for name, _ in self.model.named_parameters()}
         self.load_s: dict[str, float] = {}
         """Seconds of the last load, by phase: prepare, load, finish."""
 
@@ -81,7 +87,13 @@ class StagedWeightTransfer(WeightTransferEngine[JoinInfo, LoadInfo]):
     def receive_weights(self, update_info: LoadInfo) -> None:
         """Hand the staged tensors to vLLM's loader; each layer is repacked once it is complete."""
         with self._timed("load"):
-            self.model.load_weights(self.receiver.staged(update_info.version).items())
+            loaded = self.model.load_weights(self.receiver.staged(update_info.version).items())
+        missing = sorted(self._names - loaded) if loaded is not None else []
+        if missing:
+            raise WeightSyncError(
+                f"version {update_info.version}: {len(missing)} of {len(self._names)} parameters of vLLM's "
+                f"model were not in the push: {', '.join(missing[:5])}"
+            )
 
     def finish_weight_update(self) -> None:
         with self._timed("finish"):

@@ -35,9 +35,9 @@ from .vllm_models import (
 )
 
 require_vllm()
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
 SLOTS = 64
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 
 
 class Bench:

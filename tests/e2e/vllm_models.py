@@ -23,7 +23,7 @@ from asyncrl.weight_sync.verify import state_checksum
 VOCAB = 256
 EOS = 20
 POSITIONS = 512
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 def require_vllm() -> None:
