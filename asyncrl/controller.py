@@ -226,6 +226,7 @@ class Controller:
         before = await self._evaluate_first()
         after, checksum = before, None
         training_start = self._now()
+        self._observer.phase("training")
         try:
             async with asyncio.TaskGroup() as group:
                 helpers = [

@@ -158,10 +158,8 @@ class LiveDisplay:
             path = " → ".join(f"{value:.3f}" for value in _ends(self._evaluations))
             table.add_row("eval reward", path)
         if "perf/tokens_per_s" in record:
-            table.add_row(
-                "throughput",
-                f"{record['perf/tokens_per_s']:,.0f} trained tokens/s, {record['perf/samples_per_s']:,.1f} samples/s",
-            )
+            tokens, samples = record["perf/tokens_per_s"], record["perf/samples_per_s"]
+            table.add_row("throughput", f"{tokens:,.0f} trained tokens/s, {samples:,.1f} samples/s")
             table.add_row("lag", lag(record, self._bound))
             table.add_row("waiting", waiting(record))
             table.add_row(

@@ -48,6 +48,8 @@ def open_session(config: Config) -> Placement:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # Ray runs workers at niceness 15: beside anything else on the machine they would starve.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     if address is None:
         # Says at each start that authentication is on, as it should be.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)

@@ -216,7 +216,7 @@ def root_cause(error: BaseException) -> BaseException:
 def set_up_logging(console: Console) -> None:
     """Log through ``console``, so that lines and the live display do not overwrite each other."""
     if console.is_terminal:
-        handler: logging.Handler = RichHandler(console=console, show_path=False, rich_tracebacks=False)
+        handler: logging.Handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
         handler.setFormatter(logging.Formatter("%(message)s"))
     else:
         handler = logging.StreamHandler(sys.stderr)

@@ -2,9 +2,9 @@
 
     python benchmarks/overlap.py [--steps 40] [--repeats 2] [--json FILE] [key.sub=value ...]
 
-Both configs run in turn (sync, overlap, sync, overlap, ...) as ``asyncrl train`` does, with the generator on
-core 0 and the learner on core 1. The first steps and evaluations are left out of the window. Tokens are
-response tokens with loss_mask 1 of groups trained in the window, over its wall time.
+Both configs run in turn (sync, overlap, sync, overlap, ...) as ``asyncrl train`` does, with the
+generator on core 0 and the learner on core 1. The first steps and evaluations are left out of the
+window. Tokens are response tokens with loss_mask 1 of groups trained in the window, over its time.
 """
 
 from __future__ import annotations
@@ -66,10 +66,8 @@ def main() -> None:
                 name = f"{mode}-{repeat}"
                 figures = measure(mode, Path(scratch), name, args.steps, args.warm_up, args.overrides)
                 results[mode].append(figures)
-    speedups = [
-        o["tokens_per_s"] / s["tokens_per_s"]
-        for s, o in zip(results["sync"], results["overlap"], strict=True)
-    ]
+    pairs = zip(results["sync"], results["overlap"], strict=True)
+    speedups = [overlap["tokens_per_s"] / sync["tokens_per_s"] for sync, overlap in pairs]
     report = {"runs": results, "speedups": speedups, "speedup": statistics.median(speedups)}
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=2) + "\n")

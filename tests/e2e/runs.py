@@ -19,7 +19,8 @@ REWARDS = Path(__file__).with_name("rewards.py")
 TINY = f"""\
 run: {{name: tiny, steps: 4}}
 model:
-  create: {{hidden_size: 32, intermediate_size: 64, layers: 2, heads: 2, kv_heads: 1, warm_start: {{steps: 0}}}}
+  create:
+    {{hidden_size: 32, intermediate_size: 64, layers: 2, heads: 2, kv_heads: 1, warm_start: {{steps: 0}}}}
 data:
   train: {{python: "asyncrl.examples.addition:rows", args: {{digits: 2, count: 100}}}}
   eval: {{holdout: 8}}

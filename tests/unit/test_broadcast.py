@@ -88,7 +88,7 @@ def test_a_receiver_out_of_step_names_both_versions(threads: ThreadPoolExecutor)
 def test_a_receiver_that_never_answers_fails_the_push_within_the_timeout(threads: ThreadPoolExecutor) -> None:
     sender, _receiver = join(threads, 1, timeout_s=2.0, bucket_bytes=1)
     # The receiver stays in the group and posts nothing, as one that hangs would.
-    with pytest.raises(WeightSyncError, match="sending version 3 .* failed after 2"):
+    with pytest.raises(WeightSyncError, match=r"sending version 3 .* failed after 2"):
         sender.send(3, gather(weights(0)))
 
 

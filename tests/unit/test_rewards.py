@@ -98,16 +98,19 @@ async def pool_of(
         )
         for f in functions
     ]
+    others = _children()  # of the test process: other tests' fork servers, say
     pool = RewardPool(sections, workers=workers, timeout_s=timeout_s, folder=folder, **options)
     await pool.start()
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
-    assert len(before) >= workers
+    assert len(_children() - others) >= workers
     try:
         yield pool
     finally:
         await pool.close()
-        left = {p.pid for p in psutil.Process().children(recursive=True)} & before
-        assert not left
+        assert not _children() - others
+
+
+def _children() -> set[int]:
+    return {p.pid for p in psutil.Process().children(recursive=True)}
 
 
 def score(pool: RewardPool, completion: str, **row: object) -> asyncio.Task[RewardScore]:
