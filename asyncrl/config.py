@@ -284,8 +284,9 @@ class ScheduleSection(Section):
     """D: at most (D+1) * groups_per_step groups are outstanding. 0 is synchronous."""
     max_staleness: NonNegativeInt = 2
     """S: no token with a larger lag, in policy versions, ever reaches the loss."""
-    at_bound: Literal["wait", "drop"] = "wait"
-    """When a group must be trained now and is not ready: wait for it, or cancel and replace it."""
+    at_bound: Literal["wait", "drop", "mask"] = "wait"
+    """When a group must be trained now and is not ready: wait for it, cancel and replace it, or train it
+    later without the tokens that are too old by then."""
     publish_every: PositiveInt = 1
     """k: push each k-th version."""
     in_flight_updates: bool = True
@@ -311,6 +312,9 @@ class GeneratorsSection(Section):
     """More arguments of vLLM, by its own names, e.g. ``tensor_parallel_size``."""
     start_timeout_s: PositiveFloat = 300.0
     """Seconds that an engine may take to load the model and warm up."""
+    logprob_diff_alarm: PositiveFloat | None = None
+    """Warn when the mean difference between the engine's and the learner's log-probs of the same tokens
+    is above this; null: 0.01 in float32, 0.1 in bfloat16."""
 
     @property
     def workers(self) -> int:
@@ -364,6 +368,13 @@ class WeightSyncSection(Section):
     """Megabytes (2**20 bytes) that travel in one broadcast."""
     timeout_s: PositiveFloat = 300.0
     """Seconds that one push may take before its group is rebuilt without the silent receiver."""
+    overlap: bool = False
+    """Copy the weights out at the step's boundary and train on while the copy is sent."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes that travel in one broadcast."""
+        return int(self.bucket_mb * 2**20)
 
 
 class PlacementSection(Section):

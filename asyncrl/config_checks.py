@@ -52,6 +52,7 @@ def contradictions(config: Config) -> list[str]:
     """Every pair of values that cannot both be meant."""
     return [
         *_staleness(config),
+        *_masking(config),
         *_lengths(config),
         *_groups(config),
         *_corrections(config),
@@ -70,6 +71,16 @@ def _staleness(config: Config) -> list[str]:
     return [
         f"schedule.max_staleness: found {bound}; expected at least pipeline_depth + publish_every - 1 = "
         f"{depth} + {every} - 1 = {needed}: raise max_staleness to {needed}, or lower the other two"
+    ]
+
+
+def _masking(config: Config) -> list[str]:
+    schedule = config.schedule
+    if schedule.at_bound != "mask" or schedule.in_flight_updates:
+        return []
+    return [
+        "schedule.at_bound: found 'mask' with schedule.in_flight_updates false, where an answer is of one "
+        "version and masking would take all of it; expected wait or drop, or in_flight_updates true"
     ]
 
 

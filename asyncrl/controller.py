@@ -6,7 +6,8 @@ happen elsewhere, and only their metas come through here.
 Invariants:
 - Every admission, retirement and version change goes through ``StalenessBudget`` and ``Ledger``;
   the ledger's conservation law is asserted at every step.
-- One update at a time, one push at a time; a version is live only after ``publish`` returned.
+- One update at a time, one push at a time; a version is live only after ``publish`` returned. With
+  ``weight_sync.overlap`` a push runs beside the next update, from a copy made between the two.
 - All tasks live in one TaskGroup: a task that fails ends the run with its traceback.
 - Nothing polls. Every wait ends by an event or by a deadline that names what was waited for.
 """
@@ -17,10 +18,11 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncrl.alarms import LogprobAlarm
 from asyncrl.algorithms.advantages import group_advantages
 from asyncrl.config import Config
 from asyncrl.errors import (
@@ -52,6 +54,7 @@ from asyncrl.types import (
     Task,
     group_lag,
     sort_key,
+    unmasked,
 )
 from asyncrl.waiting import Signal, within
 from asyncrl.weight_sync.publish import PublishReport
@@ -128,6 +131,11 @@ class _Line:
     def pending(self) -> bool:
         return self.evaluation is not None and not self.evaluation.done()
 
+    def give_up(self) -> None:
+        """Wait for no evaluation."""
+        if self.evaluation is not None:
+            self.evaluation.cancel()
+
     def complete(self) -> None:
         """Add the evaluation's figures, if it came to its end."""
         task = self.evaluation
@@ -202,10 +210,13 @@ class Controller:
         self._bad_in_a_row = 0
         self._times = PhaseTimes()
         self._bias = LengthBias()
+        self._alarm = LogprobAlarm.for_dtype(config.generators.logprob_diff_alarm, config.model.dtype)
         self._use = GeneratorUse(slots=config.generators.slots)
         self._lines: list[_Line] = []
         self._last = _Line({})
         self._evaluation: asyncio.Task[Metrics] | None = None
+        self._push: asyncio.Task[None] | None = None
+        self._push_version = 0  # the newest one that was handed to the publisher
         self._starved_since: float | None = None
         self._started_at = 0.0
         self._progress_at = 0.0
@@ -236,8 +247,9 @@ class Controller:
                 await self._train_pump(group)
                 for task in [*helpers, *(r.handle for r in self._running.values() if r.handle)]:
                     task.cancel()
-                if self._stopped_by is not None and self._evaluation is not None:
-                    self._evaluation.cancel()
+                if self._stopped_by is not None:
+                    for line in self._lines:
+                        line.give_up()
             if self._step:
                 after, checksum = await self._finish()
         finally:
@@ -269,6 +281,8 @@ class Controller:
         info = learner.result()
         await self._publisher.open(info)
         # Version 0 is pushed too: what generates is then what trains, whatever the files said.
+        if self.config.weight_sync.overlap:
+            await self._copy_out(0)
         await self._publisher.publish(0)
         return info
 
@@ -420,10 +434,16 @@ class Controller:
             if groups is None:
                 return
             version = self.budget.version
+            record: Metrics = {}
+            if self.config.schedule.at_bound == "mask":
+                landed = sum(g.meta.loss_tokens for g in groups)
+                groups = self._mask(groups)
+                record["staleness/masked_tokens"] = float(landed - sum(g.meta.loss_tokens for g in groups))
             metas = [g.meta for g in groups]
-            record = batch_metrics(version, metas)
+            record |= batch_metrics(version, metas)
             result = await self._update(version, groups)
             self._step += 1
+            self._alarm.check(version, result.metrics)
             self._observer.trained(self._step, groups)
             self._retire_batch(version, groups, result)
             evaluation = await self._publish_if_due(group)
@@ -434,14 +454,19 @@ class Controller:
         """The next batch by expiry; None once a stop was asked for."""
         start = self._now()
         taken: list[ReadyGroup] = []
-        drops = self.config.schedule.at_bound == "drop"
+        at_bound = self.config.schedule.at_bound
 
         def stopped_or_taken() -> bool:
             if self._stopped_by is not None:
                 return True
+            if at_bound == "mask":
+                self._drop_all_masked()
             outcome = self.queue.take()
-            if isinstance(outcome, Shortfall) and outcome.blocking and drops:
-                self._drop(outcome.blocking)
+            if isinstance(outcome, Shortfall) and outcome.missing and at_bound != "wait":
+                if at_bound == "drop":
+                    self._drop(outcome.blocking)
+                else:
+                    self._postpone(outcome.overdue)
                 outcome = self.queue.take()
             if not isinstance(outcome, Shortfall):
                 taken.extend(outcome)
@@ -465,6 +490,27 @@ class Controller:
             self.budget.retire(ordinal)
         self._note_starvation()
         self._changed.notify()
+
+    def _postpone(self, overdue: Sequence[tuple[int, int]]) -> None:
+        """Leave running groups to later steps, which train those of their tokens that are young enough."""
+        for ordinal, expiry in overdue:
+            self.budget.postpone(ordinal, expiry)
+            log.debug("%s is postponed to step %d", self._running[ordinal].task.uid, expiry)
+
+    def _drop_all_masked(self) -> None:
+        """Retire postponed groups that landed too late for any of their tokens."""
+        for ordinal in self.queue.all_masked():
+            meta = self.queue.remove(ordinal).meta
+            mean = sum(meta.rewards) / len(meta.rewards)
+            self.ledger.retire(ordinal, "dropped", "all_masked", step=self._step, lag=None, reward_mean=mean)
+            self.budget.retire(ordinal)
+            self._note_starvation()
+            self._changed.notify()
+
+    def _mask(self, groups: Sequence[ReadyGroup]) -> list[ReadyGroup]:
+        """The batch with the counts of what it trains; the learner masks the tokens themselves."""
+        version, bound = self.budget.version, self.config.schedule.max_staleness
+        return [replace(group, meta=unmasked(version, bound, group.meta)) for group in groups]
 
     async def _update(self, version: int, groups: Sequence[ReadyGroup]) -> StepResult:
         items = tuple(
@@ -520,20 +566,56 @@ class Controller:
     def _evaluation_due(self) -> bool:
         """Whether the newest version is one to evaluate."""
         version, every = self.budget.version, self.config.eval.every
-        if not self._evaluator.enabled or version == self.budget.live_version:
+        if not self._evaluator.enabled:
             return False
         last = version == self.config.run.steps
         return last or (every > 0 and version % every == 0)
 
     async def _publish_if_due(self, group: asyncio.TaskGroup) -> asyncio.Task[Metrics] | None:
-        """Make the newest version live where it is due; returns the evaluation that this started."""
+        """Publish the newest version where it is due, and return the evaluation that it started.
+
+        Live on return; with ``weight_sync.overlap`` only copied out, and live some time later.
+        """
         version = self.budget.version
-        if version == self.budget.live_version:
+        if version == self._push_version:
             return None
         evaluate = self._evaluation_due()
         if not (self.budget.is_due(version) or evaluate or version == self.config.run.steps):
             return None
-        await self._await_evaluation()
+        before, synced = self._evaluation, self._times.weight_sync
+        if self.config.weight_sync.overlap:
+            await self._await_push()
+            start = self._now()
+            await self._copy_out(version)
+            self._times.weight_sync_stall += self._now() - start
+            name = f"push of version {version}"
+            self._push = group.create_task(self._publish(version, before), name=name)
+        else:
+            await self._publish(version, before)
+            self._times.weight_sync_stall += self._times.weight_sync - synced
+        self._push_version = version
+        self._evaluation = None
+        if evaluate:
+            name = f"evaluation of version {version}"
+            self._evaluation = group.create_task(self._evaluate(version, self._push), name=name)
+        return self._evaluation
+
+    async def _copy_out(self, version: int) -> None:
+        """Have the learner copy its weights out: all that it stands still for."""
+        await within(
+            self.config.weight_sync.timeout_s,
+            f"copying version {version} out",
+            "weight_sync.timeout_s",
+            self._learner.copy_out(version),
+        )
+
+    async def _publish(self, version: int, evaluation: asyncio.Task[Metrics] | None) -> None:
+        """Make ``version`` live, as soon as the evaluation of the one before has ended."""
+        if evaluation is not None:
+            start = self._now()
+            await asyncio.wait([evaluation])
+            evaluation.result()
+            self._times.eval += self._now() - start
         start = self._now()
         report = await self._publisher.publish(version)
         self._times.weight_sync += self._now() - start
@@ -541,26 +623,24 @@ class Controller:
         self.budget.set_live(version)
         self._made_progress(f"version {version} live")
         self._changed.notify()
-        if evaluate:
-            name = f"evaluation of version {version}"
-            self._evaluation = group.create_task(self._evaluate(version), name=name)
-        return self._evaluation
 
-    async def _evaluate(self, version: int) -> Metrics:
+    async def _await_push(self) -> None:
+        """One push at a time, and one copy to push from: the next waits for the one before."""
+        if self._push is not None:
+            start = self._now()
+            await asyncio.wait([self._push])
+            self._push.result()
+            self._times.wait_for_push += self._now() - start
+
+    async def _evaluate(self, version: int, push: asyncio.Task[None] | None = None) -> Metrics:
+        """Evaluate ``version``, once it is live."""
+        if push is not None:
+            await asyncio.wait([push])
+            push.result()
         result = await self._evaluator.run(version)
         self._made_progress(f"evaluation of version {version}")
         self._observer.evaluated(result)
         return result
-
-    async def _await_evaluation(self) -> None:
-        """An evaluation is of one version: the next push waits for it."""
-        if self._evaluation is None:
-            return
-        start = self._now()
-        await asyncio.wait([self._evaluation])
-        self._evaluation.result()
-        self._times.eval += self._now() - start
-        self._evaluation = None
 
     # ------------------------------------------------------------------ what users see
 

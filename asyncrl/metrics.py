@@ -2,7 +2,7 @@
 
 Invariants:
 - Everything here is computed from scalars (metas, counts, timings); no tensor is touched.
-- ``staleness/*`` uses ``types.group_lag``, as admission and the learner do.
+- ``staleness/*`` uses ``types.group_lag`` and ``types.token_lag``, as admission and the learner do.
 - A figure that does not exist for a step is left out, never made up.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.generators.base import GeneratorStatistics
-from asyncrl.types import GroupMeta, Metrics, TrajectoryMeta, group_lag
+from asyncrl.types import GroupMeta, Metrics, TrajectoryMeta, group_lag, token_lag
 
 
 @dataclass(slots=True)
@@ -27,6 +27,11 @@ class PhaseTimes:
     """No rollout ran, because the budget admitted none."""
     train: float = 0.0
     weight_sync: float = 0.0
+    """Pushes, from their start until the version was live; with overlap, of those that ended in this step."""
+    weight_sync_stall: float = 0.0
+    """The learner stood still for a push: all of it, or with overlap the time of copying out."""
+    wait_for_push: float = 0.0
+    """With overlap: the learner waited for the push before to end."""
     weight_pause: float = 0.0
     """Longest standstill of a generator for the swap."""
     eval: float = 0.0
@@ -92,7 +97,15 @@ def batch_metrics(version: int, metas: Sequence[GroupMeta]) -> Metrics:
         metrics["staleness/mean"] = statistics.fmean(lags)
         metrics["staleness/p95"] = float(percentile(lags, 0.95))
         metrics["staleness/max"] = float(max(lags))
+        metrics["staleness/token_mean"] = token_lag_mean(version, trajectories)
     return metrics
+
+
+def token_lag_mean(version: int, trajectories: Sequence[TrajectoryMeta]) -> float:
+    """Mean lag over all trained tokens, of which there is at least one."""
+    trained = [pair for t in trajectories for pair in t.trained]
+    tokens = sum(count for _, count in trained)
+    return sum(count * token_lag(version, sampled) for sampled, count in trained) / tokens
 
 
 def throughput_metrics(metas: Sequence[GroupMeta], step_s: float, train_s: float) -> Metrics:

@@ -168,7 +168,7 @@ def build(
         learner,
         pool,
         backend=placement.push_backend if sync.backend == "auto" else sync.backend,
-        bucket_bytes=int(sync.bucket_mb * 2**20),
+        bucket_bytes=sync.bucket_bytes,
         timeout_s=sync.timeout_s,
         in_flight=config.schedule.in_flight_updates,
         kv=config.schedule.kv_after_swap,

@@ -9,8 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -99,33 +99,44 @@ class Trajectory:
 
     def meta(self) -> TrajectoryMeta:
         """The scalars of this trajectory."""
-        trained = self.versions[self.loss_mask]
+        versions, counts = np.unique(self.versions[self.loss_mask], return_counts=True)
         return TrajectoryMeta(
             sample=self.sample,
             prompt_tokens=len(self.prompt_ids),
             response_tokens=len(self.token_ids),
-            loss_tokens=len(trained),
             reward=self.reward,
-            oldest_version=int(trained.min()) if len(trained) else None,
-            newest_version=int(trained.max()) if len(trained) else None,
             finish_reason=self.finish_reason,
+            trained=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
             rewards=dict(self.rewards),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryMeta:
-    """Scalars of one trajectory. The version range covers tokens with loss_mask 1 only."""
+    """Scalars of one trajectory."""
 
     sample: int
     prompt_tokens: int
     response_tokens: int
-    loss_tokens: int
     reward: float
-    oldest_version: int | None
-    newest_version: int | None
     finish_reason: FinishReason
+    trained: tuple[tuple[int, int], ...]
+    """(version, number of tokens with loss_mask 1 that it sampled), oldest version first."""
     rewards: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(count for _, count in self.trained)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Version of the oldest trained token; None where no token is trained."""
+        return self.trained[0][0] if self.trained else None
+
+    @property
+    def newest_version(self) -> int | None:
+        """Version of the newest trained token; None where no token is trained."""
+        return self.trained[-1][0] if self.trained else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +181,12 @@ class GroupMeta:
         return min(versions, default=None)
 
     @property
+    def newest_version(self) -> int | None:
+        """Version of the newest trained token; None where no token is trained."""
+        versions = [t.newest_version for t in self.trajectories if t.newest_version is not None]
+        return max(versions, default=None)
+
+    @property
     def loss_tokens(self) -> int:
         return sum(t.loss_tokens for t in self.trajectories)
 
@@ -185,7 +202,7 @@ class ReadyGroup:
     meta: GroupMeta
     payload: Any
     expiry: int
-    """Start version + max_staleness: the last step that may still train it."""
+    """The last step that it may be left to: start version + max_staleness, unless it was postponed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +231,32 @@ def token_lag(version: int, token_version: int) -> int:
     return version - token_version
 
 
+def token_lags(version: int, token_versions: Int32Array) -> npt.NDArray[np.int64]:
+    """``token_lag`` of each of many tokens, (N,) -> (N,)."""
+    return version - token_versions.astype(np.int64)
+
+
 def group_lag(version: int, meta: GroupMeta) -> int | None:
     """Lag of a group: that of its oldest trained token; None where no token is trained."""
     oldest = meta.oldest_version
     return None if oldest is None else token_lag(version, oldest)
+
+
+def unmasked(version: int, max_staleness: int, meta: GroupMeta) -> GroupMeta:
+    """What the step from ``version`` trains of a group once tokens beyond the bound are masked out.
+
+    Rewards and lengths stay those of the whole group. ``learners/masking.py`` does to the tokens what
+    this does to their counts.
+    """
+
+    def young(trajectory: TrajectoryMeta) -> TrajectoryMeta:
+        kept = tuple(t for t in trajectory.trained if token_lag(version, t[0]) <= max_staleness)
+        return replace(trajectory, trained=kept)
+
+    oldest = meta.oldest_version
+    if oldest is None or token_lag(version, oldest) <= max_staleness:
+        return meta
+    return replace(meta, trajectories=tuple(young(t) for t in meta.trajectories))
 
 
 def sort_key(meta: GroupMeta) -> int:
@@ -226,4 +265,3 @@ def sort_key(meta: GroupMeta) -> int:
 
 
 Metrics = dict[str, float]
-Messages = Sequence[Mapping[str, str]]

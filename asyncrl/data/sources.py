@@ -23,6 +23,7 @@ import numpy as np
 from asyncrl.config import SourceSection
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.functions import load_function
+from asyncrl.hub import endpoint, hub_is_offline
 
 Row = dict[str, Any]
 
@@ -193,12 +194,24 @@ def _open_file(file: Path, name: str, size: int | None) -> Rows:
 
 
 def _open_hub(source: SourceSection) -> Rows:
+    assert source.hub is not None
+    offline = not Path(source.hub).exists() and hub_is_offline()  # the library takes a folder for a name
     import datasets
 
+    settings = {"download_config": datasets.DownloadConfig(local_files_only=True)} if offline else {}
     try:
-        rows = datasets.load_dataset(source.hub, source.hub_config, split=source.split, **source.args)
+        rows = datasets.load_dataset(
+            source.hub, source.hub_config, split=source.split, **{**settings, **source.args}
+        )
     except Exception as error:
-        # The library raises many kinds: no network, no such set, no such split, a bad script.
+        # The library raises many kinds: no such set, no such split, a bad script, a lost connection.
+        if offline:
+            raise DataError(
+                f"hub data set {source.hub!r} (configuration {source.hub_config or 'default'}, split "
+                f"{source.split!r}) is not in the hub's local cache, and the hub at {endpoint()} cannot be "
+                "reached or is switched off: connect, or give the rows as a .jsonl or .parquet file, with "
+                f"path instead of hub ({type(error).__name__}: {error})"
+            ) from error
         raise DataError(
             f"hub data set {source.hub!r} (configuration {source.hub_config or 'default'}, split "
             f"{source.split!r}) cannot be loaded: {type(error).__name__}: {error}"

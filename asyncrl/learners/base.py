@@ -5,7 +5,8 @@ in the same order. ``Learner`` is what the controller awaits: ``learners/group.p
 Ray actors, ``learners/scripted.py`` over a script.
 
 Invariants:
-- No token with lag > max_staleness gets past ``LearnerRank.step``: it raises StalenessError.
+- No token with lag > max_staleness gets past ``LearnerRank.step``: it raises StalenessError, or masks
+  the token out of the loss where it was told to (``at_bound: mask``).
 - The gradient of a step does not depend on how its samples were split over ranks and micro-batches.
 - An update whose loss or gradient is not finite changes neither parameters nor optimizer state.
 """
@@ -31,6 +32,8 @@ class TrainSample:
     ordinal: int
     trajectory: Trajectory
     advantage: float
+    masked: bool = False
+    """Whether tokens beyond the staleness bound were masked out of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,14 @@ class LearnerRank(Protocol):
         """
         ...
 
+    def shards(self, bucket: Sequence[TensorSpec]) -> list[torch.Tensor]:
+        """This rank's own part of each tensor, flat, as it lies in memory: valid until the next update.
+
+        Below ZeRO 3, the whole tensors on rank 0 and [] elsewhere. With ZeRO 3, parts of one size on
+        every rank: put together in the order of the ranks they are the tensor and some padding.
+        """
+        ...
+
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full fp32 (or bf16) parameters by Hugging Face name; collective for ZeRO-3."""
         ...
@@ -118,6 +129,14 @@ class Learner(Protocol):
 
     async def open_push_group(self, spec: PushGroupSpec) -> None:
         """Rank 0 joins the group as rank 0; the receivers join at the same time."""
+        ...
+
+    async def copy_out(self, version: int) -> float:
+        """Copy the weights out between two updates, as ``version``; seconds of the slowest rank.
+
+        Only with ``weight_sync.overlap``: every ``push`` then sends what was copied out last, and may
+        run beside later updates.
+        """
         ...
 
     async def push(self, version: int) -> PushReport: ...

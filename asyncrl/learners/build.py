@@ -17,6 +17,7 @@ def build_rank(config: Config, model_path: str, rank: int, host: str, port: int)
         model_path=model_path,
         temperature=config.rollout.temperature,
         max_staleness=config.schedule.max_staleness,
+        mask_stale=config.schedule.at_bound == "mask",
         total_steps=config.run.steps,
         rank=rank,
         world_size=config.learner.ranks,

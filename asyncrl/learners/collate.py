@@ -21,6 +21,7 @@ from torch import Tensor
 
 from asyncrl.errors import InvariantError
 from asyncrl.learners.base import TrainSample
+from asyncrl.types import token_lags
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class MicroBatch:
     behaviour: Tensor  # (B, T) float32, log b
     advantages: Tensor  # (B, 1) float32
     fresh: Tensor  # (B, 1) bool, rows whose trained tokens are all of the current version
+    ages: Tensor  # (B, T) int64, lag of each trained token; -1 outside the mask
 
 
 def collate(samples: Sequence[TrainSample], version: int, device: torch.device) -> MicroBatch:
@@ -54,6 +56,7 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
     behaviour = np.zeros((rows, response), np.float32)
     advantages = np.zeros((rows, 1), np.float32)
     fresh = np.zeros((rows, 1), np.bool_)
+    ages = np.full((rows, response), -1, np.int64)
     positions: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = [np.zeros(0, np.int64)]
     targets = [np.zeros(0, np.int64)]
     for row, (sample, t) in enumerate(zip(samples, trajectories, strict=True)):
@@ -63,10 +66,12 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
         mask[row, :length] = t.loss_mask
         behaviour[row, :length] = t.logprobs
         advantages[row] = sample.advantage
-        fresh[row] = bool(np.all(t.versions[t.loss_mask] == version))
+        # What follows a masked token was sampled with keys and values of an older version.
+        fresh[row] = not sample.masked and bool(np.all(t.versions[t.loss_mask] == version))
         trained = np.flatnonzero(t.loss_mask)
         positions.append(row * input_ids.shape[1] + prompt - 1 + trained)
         targets.append(t.token_ids[trained].astype(np.int64))
+        ages[row, trained] = token_lags(version, t.versions[trained])
 
     def to_device(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -79,6 +84,7 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
         behaviour=to_device(behaviour),
         advantages=to_device(advantages),
         fresh=to_device(fresh),
+        ages=to_device(ages),
     )
 
 

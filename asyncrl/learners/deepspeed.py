@@ -6,7 +6,7 @@ before each forward pass whether this is the last; and its float32 stage 0 check
 
 Invariants:
 - A trained token with lag > max_staleness, or of a version that does not exist yet, raises
-  StalenessError before anything is computed.
+  StalenessError before anything is computed; with ``mask_stale`` the former is masked out instead.
 - The gradient is that of the loss over the whole step, whatever the micro-batches and ranks.
 - A loss or gradient that is not finite, on any rank, skips the update on every rank: parameters and
   optimizer state keep their bits.
@@ -36,6 +36,7 @@ from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
 from asyncrl.errors import ConfigError, StalenessError
 from asyncrl.learners.base import LearnerInfo, RankStep, StepResult
 from asyncrl.learners.collate import collate
+from asyncrl.learners.masking import mask_stale
 from asyncrl.learners.objective import Objective, Tally
 from asyncrl.learners.policy import load_policy, manifest_of, selected_logits
 from asyncrl.learners.schedule import learning_rate
@@ -66,6 +67,7 @@ class DeepSpeedLearner:
         model_path: str,
         temperature: float,
         max_staleness: int,
+        mask_stale: bool = False,
         total_steps: int,
         rank: int = 0,
         world_size: int = 1,
@@ -74,9 +76,10 @@ class DeepSpeedLearner:
     ) -> None:
         self._model_section = model
         self._settings = learner
-        self._objective = Objective(algorithm, temperature)
+        self._objective = Objective(algorithm, temperature, max_staleness)
         self._model_path = model_path
         self._max_staleness = max_staleness
+        self._mask_stale = mask_stale
         self._total_steps = total_steps
         self._rank = rank
         self._world_size = world_size
@@ -106,6 +109,8 @@ class DeepSpeedLearner:
 
     def step(self, share: RankStep) -> StepResult:
         start = time.perf_counter()
+        if self._mask_stale:
+            share = mask_stale(share, self._max_staleness)
         self._check_staleness(share)
         tally = self.accumulate(share)
         lr = learning_rate(
@@ -152,6 +157,12 @@ class DeepSpeedLearner:
             dtype = getattr(torch, bucket[0].dtype)
             # A copy: the next update may run before the last of it is on the wire.
             return torch.cat([p.detach().reshape(-1).to(dtype) for p in parameters])
+
+    def shards(self, bucket: Sequence[TensorSpec]) -> list[Tensor]:
+        parameters: list[Any] = [self._parameters[spec.name] for spec in bucket]
+        if self._settings.zero_stage == 3:
+            return [p.ds_tensor.detach() for p in parameters]
+        return [p.detach().view(-1) for p in parameters] if self._rank == 0 else []
 
     def checksum(self) -> str:
         """Checksum of the full parameters; collective for ZeRO-3, the same on every rank."""

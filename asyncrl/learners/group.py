@@ -3,13 +3,14 @@
 Invariants:
 - Every rank gets the same calls in the same order; a rank that fails fails the call.
 - A rank fetches the payloads of its own groups only, resolved by Ray in the rank's process.
+- With ``weight_sync.overlap``, pushes have a thread of their own in each rank: an update neither
+  waits for them nor holds them up. Everything else, copying out included, happens in one thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,11 @@ from asyncrl.learners.packing import RankPlan, plan_step
 from asyncrl.placement import actor_options, pin_process
 from asyncrl.queues.codec import checksum, decode_group
 from asyncrl.types import Batch, group_lag
-from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec, plan_buckets
+from asyncrl.weight_sync.base import PushGroupSpec, plan_buckets
+
+_PUSH_LANE = "push"
+"""The concurrency group of pushes beside updates. Ray gives each group threads of its own; one limit
+for all calls would let an update and a push wait for each other."""
 
 
 class LearnerActor:
@@ -39,8 +44,7 @@ class LearnerActor:
         self._host = host
         self._learner: Any = None
         self._store: Any = None
-        self._group: Any = None
-        self._buckets: list[list[TensorSpec]] = []
+        self._sender: Any = None
 
     def free_port(self) -> int:
         with socket.create_server((self._host, 0)) as listener:
@@ -48,10 +52,20 @@ class LearnerActor:
 
     def start(self, port: int) -> LearnerInfo:
         from asyncrl.learners.build import build_rank
+        from asyncrl.learners.sender import PushSender
         from asyncrl.weight_sync.broadcast import create_store
 
         self._learner = build_rank(self._config, self._model_path, self._rank, self._host, port)
         info: LearnerInfo = self._learner.start()
+        settings, sync = self._config.learner, self._config.weight_sync
+        self._sender = PushSender(
+            self._learner,
+            plan_buckets(info.manifest, sync.bucket_bytes),
+            rank=self._rank,
+            ranks=settings.ranks,
+            sharded=settings.zero_stage == 3,
+            overlap=sync.overlap,
+        )
         if self._rank != 0:
             return info
         self._store = create_store(self._host, self._config.weight_sync.timeout_s)
@@ -75,25 +89,15 @@ class LearnerActor:
         return result
 
     def open_push_group(self, spec: PushGroupSpec) -> None:
-        """Rank 0 joins the group; the others learn in which order buckets are gathered."""
-        from asyncrl.weight_sync.broadcast import PushGroup
+        self._sender.open(spec, self._store)
 
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-        self._buckets = plan_buckets(spec.manifest, spec.bucket_bytes)
-        if self._rank == 0:
-            self._group = PushGroup(spec, self._store)
+    def copy_out(self, version: int) -> float:
+        seconds: float = self._sender.copy_out(version)
+        return seconds
 
     def push(self, version: int) -> PushReport | None:
-        """Rank 0 sends; with ZeRO-3 the others take part in gathering each bucket."""
-        start = time.perf_counter()
-        if self._rank != 0:
-            for bucket in self._buckets:
-                self._learner.gather_bucket(bucket)
-            return None
-        sent, nbytes = self._group.send(version, self._learner.gather_bucket)
-        return PushReport(version, sent, nbytes, time.perf_counter() - start)
+        report: PushReport | None = self._sender.send(version)
+        return report
 
     def checksum(self) -> str:
         result: str = self._learner.checksum()
@@ -103,12 +107,12 @@ class LearnerActor:
         self._learner.export(Path(folder))
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
+        if self._sender is not None:
+            self._sender.close()
         self._learner.close()
 
 
-_RemoteLearner: Any = ray.remote(LearnerActor)
+_RemoteLearner: Any = ray.remote(concurrency_groups={_PUSH_LANE: 1})(LearnerActor)
 
 
 class RayLearner:
@@ -125,6 +129,7 @@ class RayLearner:
     ) -> None:
         self._config = config
         self._host = host
+        self._push_lane = _PUSH_LANE if config.weight_sync.overlap else None
         self._ranks = [
             _RemoteLearner.options(**actor_options(gpus)).remote(config, model_path, rank, host, cores[rank])
             for rank in range(config.learner.ranks)
@@ -158,10 +163,13 @@ class RayLearner:
         return result
 
     async def open_push_group(self, spec: PushGroupSpec) -> None:
-        await self._all("open_push_group", spec)
+        await self._all("open_push_group", spec, lane=self._push_lane)
+
+    async def copy_out(self, version: int) -> float:
+        return float(max(await self._all("copy_out", version)))
 
     async def push(self, version: int) -> PushReport:
-        reports = await self._all("push", version)
+        reports = await self._all("push", version, lane=self._push_lane)
         report: PushReport = reports[0]
         return report
 
@@ -190,9 +198,12 @@ class RayLearner:
                     f"{batch.version}, schedule.max_staleness = {bound}"
                 )
 
-    async def _all(self, method: str, *args: Any) -> list[Any]:
+    async def _all(self, method: str, *args: Any, lane: str | None = None) -> list[Any]:
+        """The method on every rank, in the concurrency group ``lane``, the default one if None."""
+        options = {} if lane is None else {"concurrency_group": lane}
         calls = (
-            self._call(getattr(actor, method).remote(*args), rank) for rank, actor in enumerate(self._ranks)
+            self._call(getattr(actor, method).options(**options).remote(*args), rank)
+            for rank, actor in enumerate(self._ranks)
         )
         return await asyncio.gather(*calls)
 

@@ -26,17 +26,21 @@ from asyncrl.errors import ConfigError
 from asyncrl.learners.collate import MicroBatch
 from asyncrl.types import Metrics
 
+_BY_AGE = ("kl", "weight_mean", "clip_fraction", "tokens")
+"""What is summed up by the lag of a token; the last divides the others."""
+
 
 class Objective:
     """Config to a function of (logits, micro-batch). Raises ConfigError for parts that contradict."""
 
-    def __init__(self, algorithm: AlgorithmSection, temperature: float) -> None:
+    def __init__(self, algorithm: AlgorithmSection, temperature: float, max_staleness: int) -> None:
         if algorithm.old_logprobs == "behaviour" and algorithm.correction != "none":
             raise ConfigError(
                 f"algorithm.correction {algorithm.correction!r} weighs by p/b, but with old_logprobs "
                 "'behaviour' the ratio is already pi/b: use old_logprobs 'recompute' or correction 'none'"
             )
         self._temperature = temperature
+        self._ages = max_staleness + 1
         self._recompute = algorithm.old_logprobs == "recompute"
         self._corrected = algorithm.correction != "none"
         self._loss = LOSSES[algorithm.loss]
@@ -67,6 +71,7 @@ class Objective:
             ratio = torch.where(mask, log_ratio(own, behaviour, mask).exp(), 0.0)
             weights = correction.weights if self._corrected else ratio
             difference = torch.where(mask & batch.fresh, (own - behaviour).abs(), 0.0)
+            behaviour_kl = torch.where(mask, behaviour - own, 0.0)
             tally.add(
                 loss=loss,
                 bad_losses=(~loss.isfinite()).float(),
@@ -74,12 +79,15 @@ class Objective:
                 clipped=result.clipped.sum(),
                 ppo_kl=result.kl.sum(),
                 entropy=entropy.sum(),
-                behaviour_kl=torch.where(mask, behaviour - own, 0.0).sum(),
+                behaviour_kl=behaviour_kl.sum(),
                 weights=weights.sum(),
                 squared_weights=weights.square().sum(),
                 capped=correction.clipped.sum(),
                 fresh_tokens=(mask & batch.fresh).sum(),
                 fresh_difference=difference.sum(),
+            )
+            tally.add_by_age(
+                torch.stack([behaviour_kl, weights, correction.clipped, mask]), batch.ages, self._ages
             )
             tally.maximum(weight=weights.max(), fresh_difference=difference.max())
         # 0 times a finite loss adds nothing; 0 times another is NaN, and so is every gradient then.
@@ -95,12 +103,20 @@ class Tally:
     def __post_init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
+        self._by_age: Tensor | None = None  # (4, ages)
 
     def add(self, **values: Tensor) -> None:
         """Add to sums by name; every call names the same ones."""
         for name, value in values.items():
             value = value.detach().to(torch.float64)
             self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def add_by_age(self, values: Tensor, ages: Tensor, count: int) -> None:
+        """Add those of ``_BY_AGE`` to sums by age: (4, B, T), (B, T), for the ages 0 to ``count`` - 1."""
+        # A product with an indicator, because scattered additions have no fixed order on a GPU.
+        is_age = (ages.flatten()[:, None] == torch.arange(count, device=ages.device)).double()
+        sums = values.flatten(1).double() @ is_age  # (4, B * T) @ (B * T, count)
+        self._by_age = sums if self._by_age is None else self._by_age + sums
 
     def maximum(self, **values: Tensor) -> None:
         """Raise maxima by name; every call names the same ones. Values are at least 0."""
@@ -114,6 +130,9 @@ class Tally:
         maxima = torch.stack(list(self._maxima.values())).to(self.device)
         all_sum(sums)
         all_max(maxima)
+        by_age = self._by_age
+        if by_age is not None:
+            all_sum(by_age)
         total = dict(zip(self._sums, sums.tolist(), strict=True))
         largest = dict(zip(self._maxima, maxima.tolist(), strict=True))
         tokens = max(total["tokens"], 1.0)
@@ -132,4 +151,16 @@ class Tally:
         if total["fresh_tokens"] > 0:
             metrics["generator/logprob_diff_mean"] = total["fresh_difference"] / total["fresh_tokens"]
             metrics["generator/logprob_diff_max"] = largest["fresh_difference"]
+        if by_age is not None:
+            metrics |= _metrics_by_age(by_age)
         return metrics
+
+
+def _metrics_by_age(sums: Tensor) -> Metrics:
+    """``rollout_corr/..._age<k>`` for each age k that any trained token of the step has."""
+    return {
+        f"rollout_corr/{name}_age{age}": total / tokens
+        for age, (*totals, tokens) in enumerate(sums.T.tolist())
+        if tokens > 0
+        for name, total in zip(_BY_AGE[:-1], totals, strict=True)
+    }

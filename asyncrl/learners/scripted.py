@@ -7,6 +7,7 @@ Invariants:
 - It waits by ``asyncio.sleep`` alone, so that a virtual clock decides how long that is.
 - Its staleness check is the real one: a batch with lag > max_staleness raises StalenessError.
 - Once a scripted death has happened, every later call raises LearnerError.
+- What is copied out is a version between two updates, and what is pushed afterwards is that copy.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class ScriptedLearner:
         max_staleness: int,
         step_s: StepSeconds = 0.0,
         push_s: PushSeconds = 0.0,
+        copy_s: float = 0.0,
         start_s: float = 0.0,
         bad_steps: Collection[int] = (),
         dies_at: int | None = None,
@@ -71,6 +73,9 @@ class ScriptedLearner:
         self._max_staleness = max_staleness
         self._step_s = step_s
         self._push_s = push_s
+        self._copy_s = copy_s
+        self._stepping = False
+        self._copied: int | None = None
         self._start_s = start_s
         self._bad_steps = frozenset(bad_steps)
         self._dies_at = dies_at
@@ -100,7 +105,11 @@ class ScriptedLearner:
         self.batches.append(batch)
         self._check(batch)
         duration = self._step_s(batch) if callable(self._step_s) else self._step_s
-        await asyncio.sleep(duration)
+        self._stepping = True
+        try:
+            await asyncio.sleep(duration)
+        finally:
+            self._stepping = False
         if attempt == self._dies_at:
             self._go_down(f"died in step call {attempt}, as scripted")
             self._check_up()
@@ -113,10 +122,21 @@ class ScriptedLearner:
         self._check_up()
         self.push_groups.append(spec)
 
+    async def copy_out(self, version: int) -> float:
+        self._check_up()
+        if self._stepping or version != self.version:
+            during = "in the middle of an update" if self._stepping else "between two updates"
+            raise InvariantError(f"asked to copy version {version} out {during}, have {self.version}")
+        await asyncio.sleep(self._copy_s)
+        self._copied = version
+        return self._copy_s
+
     async def push(self, version: int) -> PushReport:
         self._check_up()
-        if version > self.version:
+        if self._copied is None and version > self.version:
             raise InvariantError(f"asked to push version {version}, have only {self.version}")
+        if self._copied is not None and version != self._copied:
+            raise InvariantError(f"asked to push version {version}, the copy is of {self._copied}")
         call, self._push_calls = self._push_calls, self._push_calls + 1
         duration = self._push_s(version) if callable(self._push_s) else self._push_s
         await asyncio.sleep(duration)

@@ -13,16 +13,20 @@ starts nothing that the run could not train.
 Invariants, between two completed steps (see ``complete_update`` for the moment inside one):
 - N <= min(...) above, so N <= (D + 1) * B.
 - For every d >= v, at most (d - v + 1) * B outstanding groups have expiry <= d: all of them can be
-  trained in time, whichever finish first.
+  trained in time, whichever finish first. Postponing keeps that, because it only ever takes a group
+  away from the left side, and so does admitting beside postponed groups, because the second term
+  bounds all N groups, whatever their expiry.
+- An expiry is start version + S or, once postponed, later; it never moves back. Only running groups
+  are postponed. What a postponed group's step then finds too old is masked out of the loss.
 - g <= v, and neither ever goes back.
 
 A plain synchronous object without locks or I/O, for one event loop. Every operation is O(1), but for
-``earliest_running``, which is O(S log S + answer).
+``earliest_running``, which is O(S log S + answer), and ``overdue``, which is O(S + running).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
@@ -37,7 +41,8 @@ class Admission:
     start_version: int
     """The live version when the group was admitted or issued again."""
     expiry: int
-    """start_version + max_staleness: the last step (policy version before it) that may train it."""
+    """The last step (policy version before it) that the group may be left to: start_version +
+    max_staleness, or later once it was postponed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,8 @@ class BudgetStatistics:
     admitted: int
     reissued: int
     retired: int
+    postponed: int
+    """Times that a group was postponed."""
 
 
 class StalenessBudget:
@@ -102,9 +109,11 @@ class StalenessBudget:
         self._count: dict[int, int] = {}  # expiry -> number of outstanding groups
         self._running: dict[int, dict[int, None]] = {}  # expiry -> ordinals not ready, oldest issue first
         self._n_running = 0
+        self._start: dict[int, int] = {}  # ordinal -> start version, where it is not expiry - S
         self._admitted = 0
         self._reissued = 0
         self._retired = 0
+        self._postponed = 0
 
     # What holds now.
 
@@ -145,6 +154,14 @@ class StalenessBudget:
         """Number of outstanding groups by expiry; a read-only live view with at most S + 1 entries."""
         return MappingProxyType(self._count)
 
+    def start_version(self, ordinal: int) -> int:
+        """The live version when the group was issued last. KeyError if it is not outstanding."""
+        return self._start.get(ordinal, self._expiry[ordinal] - self.max_staleness)
+
+    def postponed(self) -> Iterable[int]:
+        """Ordinals of the outstanding groups that expire later than start version + max_staleness."""
+        return self._start.keys()
+
     @property
     def running(self) -> int:
         """Outstanding groups that are still being generated."""
@@ -163,6 +180,27 @@ class StalenessBudget:
             if len(found) >= count:
                 break
         return tuple(found)
+
+    def overdue(self) -> tuple[tuple[int, int], ...]:
+        """Running groups that would hold up the next step, each with the expiry that frees the step.
+
+        The step v can do without its running groups iff for every d >= v at most (d - v) * B groups
+        with expiry <= d are still running: the later steps can train so many, and what is ready takes
+        as much from a batch as it needs. So, d ascending, the excess is moved to d + 1. It always has
+        expiry d, since (d - 1 - v) * B at most had an earlier one; those that were moved there before
+        stay, so that no group loses more of its tokens than another.
+        """
+        moved: dict[int, int] = {}
+        carried: list[int] = []  # moved to this expiry from the one before
+        fixed, expiry = 0, self._version  # fixed: running groups with an earlier expiry that stay
+        while carried or expiry <= max(self._running, default=-1):
+            here = [*self._running.get(expiry, ()), *carried]
+            room = (expiry - self._version) * self.groups_per_step - fixed
+            carried = here[: max(0, len(here) - room)]
+            moved.update(dict.fromkeys(carried, expiry + 1))
+            fixed += len(here) - len(carried)
+            expiry += 1
+        return tuple(moved.items())
 
     def limits(self) -> dict[str, int]:
         """The three terms of the rule, in groups, by the setting that each comes from."""
@@ -201,6 +239,7 @@ class StalenessBudget:
     def reissue(self, ordinal: int) -> Admission:
         """Start an outstanding group afresh, e.g. after its replica died: it gets a new start version.
 
+        Its expiry never moves back, so that one which was postponed keeps the later one.
         Only for a group that is generated again as a whole. One that keeps some of its trajectories
         keeps its admission too, because those hold tokens as old as its first start.
         BudgetError if the group is not running.
@@ -208,9 +247,30 @@ class StalenessBudget:
         if not self.is_running(ordinal):
             found = "ready or in training" if ordinal in self._expiry else "not outstanding"
             raise BudgetError(f"ordinal {ordinal} was issued again, but is {found}: it has to be running")
+        expiry = self._expiry[ordinal]
         self._forget(ordinal)
         self._reissued += 1
-        return self._issue(ordinal)
+        return self._issue(ordinal, expiry)
+
+    def postpone(self, ordinal: int, expiry: int) -> None:
+        """Let a running group be trained as late as at step ``expiry`` (``at_bound: mask``).
+
+        The caller masks its tokens with a lag above max_staleness then. BudgetError if the group is
+        not running, or ``expiry`` is not later than its own.
+        """
+        if not self.is_running(ordinal):
+            found = "ready or in training" if ordinal in self._expiry else "not outstanding"
+            raise BudgetError(f"ordinal {ordinal} was postponed, but is {found}: it has to be running")
+        before = self._expiry[ordinal]
+        if expiry <= before:
+            raise BudgetError(
+                f"ordinal {ordinal} was postponed to step {expiry}, but expires at {before}: an expiry"
+                " moves forward only"
+            )
+        start = self.start_version(ordinal)
+        self._forget(ordinal)
+        self._enter(ordinal, start, expiry)
+        self._postponed += 1
 
     def mark_ready(self, ordinal: int) -> None:
         """The group is generated and waits to be trained; ``ExperienceQueue.put`` calls this."""
@@ -273,6 +333,7 @@ class StalenessBudget:
             admitted=self._admitted,
             reissued=self._reissued,
             retired=self._retired,
+            postponed=self._postponed,
         )
 
     def _limits(self) -> tuple[int, int, int]:
@@ -283,18 +344,24 @@ class StalenessBudget:
             (self.steps - self._version) * batch,
         )
 
-    def _issue(self, ordinal: int) -> Admission:
-        admission = Admission(self._live_version, self._live_version + self.max_staleness)
-        expiry = admission.expiry
+    def _issue(self, ordinal: int, not_before: int = 0) -> Admission:
+        start = self._live_version
+        admission = Admission(start, max(start + self.max_staleness, not_before))
+        self._enter(ordinal, start, admission.expiry)
+        return admission
+
+    def _enter(self, ordinal: int, start: int, expiry: int) -> None:
+        if expiry != start + self.max_staleness:
+            self._start[ordinal] = start
         self._expiry[ordinal] = expiry
         self._count[expiry] = self._count.get(expiry, 0) + 1
         self._running.setdefault(expiry, {})[ordinal] = None
         self._n_running += 1
-        return admission
 
     def _forget(self, ordinal: int) -> None:
         if self.is_running(ordinal):
             self._stop_running(ordinal, self._expiry[ordinal])
+        self._start.pop(ordinal, None)
         expiry = self._expiry.pop(ordinal)
         self._count[expiry] -= 1
         if not self._count[expiry]:

@@ -9,7 +9,9 @@ Invariants:
 - At most ``capacity_groups`` groups are ready; the bound follows from the budget, so a put beyond it is
   a bug and raises. Nothing is ever discarded here.
 - Every ready group is outstanding in the budget, with the same expiry.
-- A batch holds exactly B groups, each with expiry >= t, hence no token with a lag above S.
+- A batch holds exactly B groups, each with expiry >= t. So no token of it has a lag above S, but for
+  postponed groups (``at_bound: mask``), whose older tokens the caller masks; ``all_masked`` names
+  those that have none left.
 
 A plain synchronous object without locks or I/O. ``put`` and ``remove`` are O(1); ``take`` is O(S) when
 it falls short, and O(ready * S) once a step when it succeeds.
@@ -33,7 +35,8 @@ class Shortfall:
     ``missing`` is 0 while fewer than ``wanted`` groups are ready: then any group that lands brings the
     step nearer, and cancelling one would only delay it. Otherwise a whole batch is ready and the
     staleness bound alone stands in the way: each group in ``blocking`` has to land (``at_bound: wait``)
-    or be cancelled and retired (``at_bound: drop``), after which a take succeeds.
+    or be cancelled and retired (``at_bound: drop``), or each in ``overdue`` be postponed to the expiry
+    beside it (``at_bound: mask``), after which a take succeeds.
     """
 
     ready: int
@@ -46,6 +49,11 @@ class Shortfall:
     def blocking(self) -> tuple[int, ...]:
         """Ordinals of the missing groups, earliest expiry first. As of now: read it before any change."""
         return self._budget.earliest_running(self.missing)
+
+    @property
+    def overdue(self) -> tuple[tuple[int, int], ...]:
+        """(ordinal, expiry to postpone it to), as few and as little as will do; () if none is missing."""
+        return self._budget.overdue() if self.missing else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +190,7 @@ class ExperienceQueue:
                 f"ordinal {meta.ordinal} landed with expiry {group.expiry}, but was issued with {expected}:"
                 " a group that was issued again takes its new admission's"
             )
-        start = group.expiry - self._budget.max_staleness
+        start = 0 if expected is None else self._budget.start_version(meta.ordinal)
         for trajectory in meta.trajectories:
             oldest, newest = trajectory.oldest_version, trajectory.newest_version
             if oldest is None or newest is None:  # no trained token
@@ -225,6 +233,17 @@ class ExperienceQueue:
         self._last_batch = tuple(group.meta.ordinal for group in chosen)
         self._taken += len(chosen)
         return chosen
+
+    def all_masked(self) -> tuple[int, ...]:
+        """Ready groups that step ``budget.version`` could train no token of: all have a lag above S.
+
+        Only postponed groups can be among them, and of these only ones that sampled their last token long
+        before they landed, as with a slow reward: a group is postponed in favour of one that started at
+        a later version, which is live by then, so whatever it samples afterwards can be trained.
+        """
+        oldest = self._budget.version - self._budget.max_staleness
+        postponed = (self._ready[o].meta for o in self._budget.postponed() if o in self._ready)
+        return tuple(m.ordinal for m in postponed if m.newest_version is None or m.newest_version < oldest)
 
     def remove(self, ordinal: int) -> ReadyGroup:
         """Take one group out, to drop it. The caller retires it. BudgetError if it is not ready."""

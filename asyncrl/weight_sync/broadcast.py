@@ -62,11 +62,11 @@ class PushGroup:
         self.buckets = plan_buckets(spec.manifest, spec.bucket_bytes)
         self.wire_s = 0.0
         """Seconds of the last ``receive`` that waited for bytes; the rest unpacked them."""
-        with _as_weight_sync_error(f"joining push group {spec.prefix!r} as rank {spec.rank}"):
+        with as_weight_sync_error(f"joining push group {spec.prefix!r} as rank {spec.rank}"):
             # Kept: the group uses the store as long as it lives.
             self._store = store if store is not None else connect_store(spec)
             prefixed = dist.PrefixStore(spec.prefix, self._store)
-            self._group: Any = _create_group(prefixed, spec)
+            self._group: Any = create_group(prefixed, spec)
             self.device = torch.device("cuda" if spec.backend == "nccl" else "cpu")
             if spec.world_size > 1:
                 self._broadcast(torch.zeros(1, device=self.device)).wait()
@@ -77,7 +77,7 @@ class PushGroup:
         Returns the checksum of what was sent and its bytes. Raises WeightSyncError.
         """
         checksum, nbytes = ChecksumBuilder(), 0
-        with _as_weight_sync_error(f"sending version {version} in push group {self.spec.prefix!r}"):
+        with as_weight_sync_error(f"sending version {version} in push group {self.spec.prefix!r}"):
             header = torch.tensor([_MAGIC, version, len(self.buckets)], device=self.device)
             pending = [self._broadcast(header)]
             for bucket in self.buckets:
@@ -98,7 +98,7 @@ class PushGroup:
         """
         checksum = ChecksumBuilder()
         self.wire_s = 0.0
-        with _as_weight_sync_error(f"receiving version {version} in push group {self.spec.prefix!r}"):
+        with as_weight_sync_error(f"receiving version {version} in push group {self.spec.prefix!r}"):
             header = torch.zeros(3, dtype=torch.int64, device=self.device)
             self._broadcast(header).wait()
             found = header.tolist()
@@ -140,7 +140,8 @@ class PushGroup:
         return self._group.broadcast([tensor], options)
 
 
-def _create_group(store: Any, spec: PushGroupSpec) -> Any:
+def create_group(store: Any, spec: PushGroupSpec) -> Any:
+    """A process group apart from the default one, whose members meet at ``store``."""
     timeout = timedelta(seconds=spec.timeout_s)
     if spec.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -173,7 +174,8 @@ def _split(flat: torch.Tensor, bucket: Sequence[TensorSpec]) -> Iterator[tuple[s
 
 
 @contextmanager
-def _as_weight_sync_error(doing: str) -> Iterator[None]:
+def as_weight_sync_error(doing: str) -> Iterator[None]:
+    """Turn what torch raises inside the block into a WeightSyncError that says what was being done."""
     start = time.perf_counter()
     try:
         yield

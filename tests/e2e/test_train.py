@@ -54,6 +54,33 @@ def test_two_ranks_and_two_replicas_overlap_within_the_bound_and_count_failed_re
     assert all(line["timing_s/weight_sync"] > 0 for line in run.metrics[1:])
 
 
+def test_pushes_overlap_the_updates_of_two_ranks_and_old_tokens_are_masked(folder: Path) -> None:
+    run = finish(
+        folder,
+        "run.steps=6",
+        "learner.ranks=2",
+        "learner.zero_stage=3",
+        "weight_sync.overlap=true",
+        "weight_sync.bucket_mb=0.02",
+        "schedule.at_bound=mask",
+        "schedule.max_staleness=1",
+        "eval.every=3",
+        name="beside",
+    )
+    assert_sound(run, max_staleness=1, capacity=4)
+    lines = run.metrics[1:]
+    assert [line["step"] for line in lines if "eval/reward_mean" in line] == [3, 6]
+    assert all(line["staleness/token_mean"] <= line["staleness/max"] for line in lines)
+    assert all(line["timing_s/weight_sync_stall"] > 0 for line in lines)
+    # A push lasts several times as long as the copy that the learner waits for.
+    assert sum(line["timing_s/weight_sync"] for line in lines) > sum(
+        line["timing_s/weight_sync_stall"] for line in lines
+    )
+    assert any("rollout_corr/kl_age0" in line for line in lines)
+    assert not any(name.endswith("_age2") for line in lines for name in line)
+    assert "logprob_diff_alarm" not in run.text
+
+
 def test_a_run_leaves_its_files(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

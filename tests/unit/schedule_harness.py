@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ from asyncrl.ledger import FinalState, Ledger
 from asyncrl.queues.budget import StalenessBudget
 from asyncrl.queues.experience import ExperienceQueue, Shortfall
 from asyncrl.simulate.clock import run_virtual
-from asyncrl.types import GroupMeta, ReadyGroup, Trajectory, group_lag
+from asyncrl.types import GroupMeta, ReadyGroup, Trajectory, group_lag, unmasked
 
 GROUP_BYTES = 10
 
@@ -36,11 +36,15 @@ class Params:
     pipeline_depth: int = 1
     max_staleness: int = 2
     publish_every: int = 1
-    at_bound: Literal["wait", "drop"] = "wait"
+    at_bound: Literal["wait", "drop", "mask"] = "wait"
     in_flight: bool = True
     replicas: int = 2
+    tokens: int = 3
+    """Most tokens that a group samples, one to this many."""
     lengths: Literal["constant", "exponential", "lognormal"] = "constant"
     rollout_time: float = 0.5
+    score_time: float = 0.0
+    """Longest time that a group is scored for, when all of its tokens are sampled."""
     update_time: float = 1.0
     push_time: float = 0.1
     """Longest time that one push takes."""
@@ -59,6 +63,7 @@ class Params:
         """The seed's schedule: D 0-4, k 1-3, pushes of up to 2.5 updates, up to 90 % of groups unusable."""
         draw = random.Random(seed)
         depth, every, batch = draw.randint(0, 4), draw.randint(1, 3), draw.choice((1, 1, 2, 2, 3, 4))
+        at_bound: Literal["wait", "drop", "mask"] = draw.choice(("wait", "drop", "mask"))
         return cls(
             seed=seed,
             steps=draw.randint(5, 9),
@@ -66,11 +71,13 @@ class Params:
             pipeline_depth=depth,
             max_staleness=depth + every - 1 + draw.choice((0, 0, 1, 2, 4)),
             publish_every=every,
-            at_bound=draw.choice(("wait", "drop")),
-            in_flight=draw.random() < 0.6,
+            at_bound=at_bound,
+            in_flight=draw.random() < 0.6 or at_bound == "mask",
             replicas=draw.randint(1, 3),
+            tokens=8 if at_bound == "mask" else 3,
             lengths=draw.choice(("constant", "exponential", "lognormal", "lognormal")),
             rollout_time=draw.choice((0.05, 0.5, 1.0, 3.0)),
+            score_time=draw.choice((0.0, 3.0)) if at_bound == "mask" else 0.0,
             push_time=draw.choice((0.0, 0.1, 1.0, 2.5)),
             failed=0.9 if batch == 1 and draw.random() < 0.2 else draw.choice((0.0, 0.0, 0.1, 0.3)),
             filtered=draw.choice((0.0, 0.0, 0.2, 0.4)),
@@ -78,6 +85,24 @@ class Params:
             bad_step=draw.choice((0.0, 0.0, 0.2)),
             early_publish=draw.choice((0.0, 0.0, 0.3)),
             max_bytes=draw.choice((1_000_000, 1_000_000, 1, batch * GROUP_BYTES * 3 // 2)),
+        )
+
+    @classmethod
+    def masking(cls, seed: int) -> Params:
+        """Long tails, a bound with no slack, and rewards that take longer than updates: many are masked."""
+        drawn = cls.random(seed)
+        depth = max(1, drawn.pipeline_depth)
+        return replace(
+            drawn,
+            at_bound="mask",
+            in_flight=True,
+            lengths="lognormal",
+            rollout_time=1.0,
+            score_time=3.0,
+            tokens=8,
+            pipeline_depth=depth,
+            max_staleness=depth + drawn.publish_every - 1,
+            failed=0.0,
         )
 
 
@@ -123,7 +148,8 @@ class Schedule:
         self.live = 0
         self.publish_up_to = 0
         self.start: dict[int, int] = {}  # true start version of every live group
-        self.oldest: dict[int, int] = {}  # true oldest token of every ready group
+        self.tokens: dict[int, list[int]] = {}  # true version of each token of every ready group
+        self.deadline: dict[int, int] = {}  # last step for every live group: start + S, or postponed to
         self.expiry: dict[int, int] = {}  # as the budget said at the latest issue
         self.training: set[int] = set()
         self.rollouts: dict[int, asyncio.Task[None]] = {}
@@ -174,21 +200,36 @@ class Schedule:
         assert self.queue.bytes == GROUP_BYTES * len(self.queue)
         assert counts["training"] == len(self.training)
         assert live <= self.capacity, f"{live} outstanding, expected at most {self.capacity}"
-        waiting = self.start if not self.training else self.start.keys() - self.training
-        starts = sorted([self.start[ordinal] for ordinal in waiting])
+        waiting = self.deadline if not self.training else self.deadline.keys() - self.training
+        deadlines = sorted([self.deadline[ordinal] for ordinal in waiting])
         next_step = self.updates + bool(self.training)
-        for total, start in enumerate(starts, start=1):
-            steps_left = start + self.p.max_staleness - next_step + 1
+        for total, deadline in enumerate(deadlines, start=1):
+            steps_left = deadline - next_step + 1
             assert total <= steps_left * self.p.groups_per_step, (
-                f"{total} groups from version {start} or before cannot all be trained in {steps_left} steps"
+                f"{total} groups due by step {deadline} cannot all be trained in {steps_left} steps"
             )
 
+    def trained_lags(self, ordinal: int) -> list[int]:
+        """True lags of the tokens of a group that the next step trains."""
+        lags = [self.updates - version for version in self.tokens[ordinal]]
+        if self.p.at_bound == "mask":
+            lags = [lag for lag in lags if lag <= self.p.max_staleness]
+        return lags
+
     def check_batch(self, batch: list[ReadyGroup]) -> None:
-        """No token older than the bound, and lags reported as they are."""
+        """No trained token older than the bound, none too few trained, and all reported as it is."""
         assert len(batch) == self.p.groups_per_step
         for group in batch:
             ordinal = group.meta.ordinal
-            lag = self.updates - self.oldest[ordinal]
+            lags = self.trained_lags(ordinal)
+            assert lags, f"group {ordinal} is trained with no token left"
+            assert group.meta.loss_tokens == len(lags), "tokens masked in vain, or not masked"
+            masked = len(self.tokens[ordinal]) - len(lags)
+            assert not masked or self.deadline[ordinal] > self.start[ordinal] + self.p.max_staleness, (
+                "masked without having been postponed"
+            )
+            self.result.happened["masked"] += bool(masked)
+            lag = max(lags)
             if not 0 <= lag <= self.p.max_staleness:
                 raise StalenessError(f"lag {lag} in a batch, expected at most {self.p.max_staleness}")
             reported = group_lag(self.budget.version, group.meta)
@@ -200,13 +241,14 @@ class Schedule:
 
     def issued(self, ordinal: int, expiry: int) -> None:
         self.start[ordinal] = self.live
+        self.deadline[ordinal] = max(self.live + self.p.max_staleness, self.deadline.get(ordinal, 0))
         self.expiry[ordinal] = expiry
 
     def retire(self, ordinal: int, state: FinalState, reason: str) -> None:
         self.ledger.retire(ordinal, state, reason)
         self.budget.retire(ordinal)
-        del self.start[ordinal], self.expiry[ordinal]
-        self.oldest.pop(ordinal, None)
+        del self.start[ordinal], self.expiry[ordinal], self.deadline[ordinal]
+        self.tokens.pop(ordinal, None)
         self.rollouts.pop(ordinal, None)
         self.training.discard(ordinal)
         self.result.happened[state] += 1
@@ -220,6 +262,8 @@ class Schedule:
                 self.result.happened["reissued"] += 1
                 self.issued(ordinal, self.budget.reissue(ordinal).expiry)
                 self.event()
+        if self.p.score_time:
+            await asyncio.sleep(self.random.uniform(0.0, self.p.score_time))
         outcome = self.random.random()
         if outcome < self.p.failed:
             self.retire(ordinal, "failed", "RewardRaisedError")
@@ -246,7 +290,7 @@ class Schedule:
             ordinal, f"task-{ordinal}", self.start[ordinal], (trajectory.meta(),), 0, GROUP_BYTES
         )
         del self.rollouts[ordinal]
-        self.oldest[ordinal] = min(versions)
+        self.tokens[ordinal] = versions
         self.ledger.mark_ready(ordinal)
         self.queue.put(ReadyGroup(meta, b"", self.expiry[ordinal]))
 
@@ -256,7 +300,7 @@ class Schedule:
             self.routable.clear()
             await self.routable.wait()
         replica = min(free, key=lambda r: r.busy)
-        life, tokens = replica.life, self.random.randint(1, 3)
+        life, tokens = replica.life, self.random.randint(1, self.p.tokens)
         dies_at = self.random.randrange(tokens) if self.random.random() < self.p.death else None
         duration = self.duration() / tokens
         versions = []
@@ -293,7 +337,10 @@ class Schedule:
 
     async def train(self) -> None:
         p = self.p
+        postponed = False  # since something else happened
         while self.updates < p.steps:
+            if p.at_bound == "mask" and not postponed:
+                self.drop_all_masked()
             batch = self.queue.take()
             if isinstance(batch, Shortfall):
                 assert batch.wanted == p.groups_per_step
@@ -306,16 +353,26 @@ class Schedule:
                         self.retire(ordinal, "dropped", "at_bound")
                     self.event()
                     continue
+                if batch.blocking and p.at_bound == "mask":
+                    assert not postponed, "postponed, and blocked all the same"
+                    postponed = True
+                    self.postpone(batch.overdue)
+                    continue
                 self.result.happened["waited at the bound"] += bool(batch.blocking)
                 self.changed.clear()
                 await self.changed.wait()
                 continue
+            postponed = False
+            if p.at_bound == "mask":
+                batch = [
+                    replace(g, meta=unmasked(self.budget.version, p.max_staleness, g.meta)) for g in batch
+                ]
             ordinals = [group.meta.ordinal for group in batch]
             self.check_batch(batch)
             for ordinal in ordinals:
                 self.ledger.start_training(ordinal)
             self.training.update(ordinals)
-            lags = [self.updates - self.oldest[ordinal] for ordinal in ordinals]
+            lags = [max(self.trained_lags(ordinal)) for ordinal in ordinals]
             self.event()
             await asyncio.sleep(p.update_time)
             if self.random.random() < p.bad_step:
@@ -332,6 +389,25 @@ class Schedule:
                 if self.budget.is_due(self.updates) or self.random.random() < p.early_publish:
                     self.publish_up_to = self.updates
                     self.due.set()
+            self.event()
+
+    def postpone(self, overdue: tuple[tuple[int, int], ...]) -> None:
+        """Leave groups to later steps: no more of them, and no later, than this step needs."""
+        assert overdue, "blocked, and nothing to postpone"
+        for ordinal, expiry in overdue:
+            assert ordinal in self.rollouts, "postponed what is not running"
+            assert expiry > self.deadline[ordinal] >= self.updates
+            self.budget.postpone(ordinal, expiry)
+            self.deadline[ordinal] = self.expiry[ordinal] = expiry
+            self.result.happened["postponed"] += 1
+        self.check()
+
+    def drop_all_masked(self) -> None:
+        for ordinal in self.queue.all_masked():
+            assert not self.trained_lags(ordinal), "dropped with tokens left"
+            self.queue.remove(ordinal)
+            self.retire(ordinal, "dropped", "all_masked")
+            self.result.happened["all masked"] += 1
             self.event()
 
     async def publish(self) -> None:

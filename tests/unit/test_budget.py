@@ -221,6 +221,60 @@ def test_what_the_rule_forbids_raises():
     assert (budget.outstanding, budget.running) == (1, 1)
 
 
+def test_a_postponed_group_expires_later_and_keeps_its_start():
+    budget = StalenessBudget(2, 1, 1, 1, 9)
+    admit_all(budget, 0)
+    finish_step(budget, [0, 1])
+    budget.set_live(1)
+    admit_all(budget, 4)  # 2 and 3 expire at 1, 4 and 5 at 2
+    budget.mark_ready(4)
+    budget.mark_ready(5)
+    assert budget.overdue() == ((2, 2), (3, 2))
+    budget.postpone(2, 2)
+    budget.postpone(3, 2)
+    assert budget.overdue() == ()
+    assert budget.expiries() == {4: 2, 5: 2, 2: 2, 3: 2}
+    assert [budget.start_version(ordinal) for ordinal in (2, 3, 4)] == [0, 0, 1]
+    assert set(budget.postponed()) == {2, 3}
+    assert budget.admissible() == 0, "a postponed group keeps its slot"
+    finish_step(budget, [4, 5])
+    budget.set_live(2)
+    # Issued again, it starts afresh, but nothing that was promised to step 2 has to move up.
+    assert budget.reissue(3) == Admission(start_version=2, expiry=3)
+    assert budget.start_version(3) == 2
+    assert set(budget.postponed()) == {2}
+    budget.postpone(2, 5)
+    assert budget.reissue(2) == Admission(start_version=2, expiry=5)
+    budget.retire(2)
+    assert not list(budget.postponed())
+    assert budget.statistics().postponed == 3
+
+
+def test_one_postponed_group_can_push_the_next_one_on():
+    """One group a step: 1 expires now and 3 a step later, where only one of them can be trained."""
+    budget = StalenessBudget(1, 2, 2, 1, 9)
+    admit_all(budget, 0)  # 0, 1 and 2 expire at 2
+    for trained, admitted in ((0, 3), (2, 4)):
+        finish_step(budget, [trained])
+        budget.set_live(budget.version)
+        assert admit_all(budget, admitted) == [admitted]
+    assert (budget.version, dict(budget.expiries())) == (2, {1: 2, 3: 3, 4: 4})
+    budget.mark_ready(4)
+    assert budget.overdue() == ((1, 3), (3, 4))
+
+
+def test_what_the_rule_of_postponing_forbids_raises():
+    budget = StalenessBudget(2, 0, 0, 1, 9)
+    admit_all(budget, 0)
+    with pytest.raises(BudgetError, match="ordinal 0 was postponed to step 0, but expires at 0"):
+        budget.postpone(0, 0)
+    budget.mark_ready(0)
+    with pytest.raises(BudgetError, match="ordinal 0 was postponed, but is ready"):
+        budget.postpone(0, 1)
+    with pytest.raises(BudgetError, match="ordinal 7 was postponed, but is not outstanding"):
+        budget.postpone(7, 1)
+
+
 def test_running_groups_come_earliest_expiry_first():
     budget = StalenessBudget(2, 2, 2, 1, 9)
     admit_all(budget, 0)

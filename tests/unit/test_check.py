@@ -141,7 +141,8 @@ def test_model_folders_that_are_none(folder: Path, path: str, text: str) -> None
         validate(loaded(folder, path), folder)
 
 
-def test_a_hub_name_that_cannot_be_had(folder: Path) -> None:
+def test_a_hub_name_that_cannot_be_had(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="neither a folder 'no/such' nor a model of that name"):
         validate(loaded(folder, "no/such"), folder)
 

@@ -106,6 +106,11 @@ def test_one_wrong_value(override: str, expected: str) -> None:
     ("overrides", "key", "parts"),
     [
         (["schedule.max_staleness=0"], "schedule.max_staleness", ["found 0", "1 + 1 - 1 = 1", "raise"]),
+        (
+            ["schedule.at_bound=mask", "schedule.in_flight_updates=false"],
+            "schedule.at_bound",
+            ["found 'mask'", "in_flight_updates false", "wait or drop"],
+        ),
         (["schedule.publish_every=3"], "schedule.max_staleness", ["found 2", "1 + 3 - 1 = 3"]),
         (["learner.micro_batch_tokens=100"], "learner.micro_batch_tokens", ["found 100", "64 + 64 = 128"]),
         (["rollout.max_new_tokens=200"], "rollout.max_new_tokens", ["64 + 200 = 264", "max_positions = 256"]),

@@ -8,6 +8,8 @@ import logging
 
 import pytest
 
+from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.environments.base import RolloutResult
 from asyncrl.errors import (
     BadStepsError,
     DeadlineError,
@@ -18,6 +20,8 @@ from asyncrl.errors import (
 )
 from asyncrl.generators.scripted import Failure, ScriptedGenerator, constant_length, log_normal_length
 from asyncrl.learners.scripted import ScriptedLearner
+from asyncrl.queues.codec import decode_group
+from asyncrl.rollout import Score
 from asyncrl.types import Task
 
 from .controller_harness import Outcome, ScriptedScorer, config, run
@@ -83,6 +87,178 @@ def config_with_long_answers(settings):
     return settings.model_copy(
         update={"rollout": settings.rollout.model_copy(update={"max_new_tokens": 10_000})}
     )
+
+
+MASK = ("schedule.pipeline_depth=1", "schedule.max_staleness=1", "schedule.at_bound=mask")
+
+
+def test_a_straggler_of_many_steps_is_postponed_and_trains_its_young_tokens_only() -> None:
+    settings = config("run.steps=12", *MASK)
+    # Ordinal 3 takes 7.5 s, in which the others are trained, a step a second.
+    straggler = ScriptedGenerator(
+        length=lambda request: 75 if request.key.ordinal == 3 else 10, token_s=0.1, slots=8
+    )
+    settings = config_with_long_answers(settings)
+    outcome = run(settings, [straggler], learner(settings, step_s=1.0))
+    assert outcome.summary.counts["trained"] == outcome.summary.counts["submitted"] == 24
+    batch = next(b for b in outcome.learner.batches if any(i.meta.ordinal == 3 for i in b.items))
+    item = next(i for i in batch.items if i.meta.ordinal == 3)
+    whole = decode_group(item.payload)
+    for trajectory, meta in zip(whole.trajectories, item.meta.trajectories, strict=True):
+        versions = trajectory.versions.tolist()
+        assert len(versions) == meta.response_tokens == 75
+        assert versions[0] == 0
+        assert batch.version == 4  # the others had 3 of 4 places: a step took 2 s
+        assert meta.trained == tuple(
+            (v, versions.count(v)) for v in sorted(set(versions)) if v >= batch.version - 1
+        )
+        assert 0 < meta.loss_tokens < 40
+    assert item.advantages == group_advantages("grpo", [t.reward for t in whole.trajectories])
+    line = outcome.log.lines[batch.version + 1]
+    assert line["staleness/masked_tokens"] == 150 - item.meta.loss_tokens
+    assert line["staleness/max"] <= 1
+    assert 0 < line["staleness/token_mean"] <= 1
+    assert outcome.controller.budget.statistics().postponed == 3
+
+
+def test_a_group_with_no_token_left_is_dropped_and_replaced() -> None:
+    settings = config("run.steps=8", *MASK)
+
+    class SlowScorer(ScriptedScorer):
+        """All tokens of ordinal 3 are of version 0, and its reward is known at version 2 or 3."""
+
+        async def score(self, task: Task, completion: str, result: RolloutResult) -> Score:
+            await asyncio.sleep(5.0 if task.ordinal == 3 else 0.0)
+            return await super().score(task, completion, result)
+
+    outcome = run(settings, [ScriptedGenerator(**FAST)], learner(settings, step_s=1.0), scorer=SlowScorer())
+    dropped = [r for r in outcome.log.retired_ if r.state == "dropped"]
+    assert [(r.ordinal, r.reason, r.lag) for r in dropped] == [(3, "all_masked", None)]
+    assert outcome.summary.counts["trained"] == 16
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("depth", "bound", "every"), [(1, 1, 1), (2, 2, 1), (2, 3, 2)])
+def test_masking_keeps_the_bound_for_every_trained_token(
+    seed: int, depth: int, bound: int, every: int
+) -> None:
+    settings = config(
+        "run.steps=40",
+        f"run.seed={seed}",
+        f"schedule.pipeline_depth={depth}",
+        f"schedule.max_staleness={bound}",
+        f"schedule.publish_every={every}",
+        "schedule.at_bound=mask",
+        "rollout.max_new_tokens=4000",
+    )
+    generator = ScriptedGenerator(length=log_normal_length(60, 1.5), token_s=0.01, slots=64)
+    outcome = run(settings, [generator], learner(settings, step_s=1.0, push_s=0.3))
+    assert max(lag for step in outcome.learner.lags for lag in step) == bound
+    assert sum(line.get("staleness/masked_tokens", 0) for line in outcome.log.lines) > 0
+    trained = [item.meta for batch in outcome.learner.batches for item in batch.items]
+    assert all(meta.loss_tokens > 0 for meta in trained)
+
+
+def test_a_push_that_overlaps_costs_the_learner_its_copy_alone() -> None:
+    overlap = ("run.steps=10", "schedule.pipeline_depth=2", "schedule.max_staleness=3")
+    settings = config(*overlap, "weight_sync.overlap=true")
+    times = {"step_s": 1.0, "push_s": 0.8}
+    apart = run(config(*overlap), [ScriptedGenerator(**FAST)], learner(settings, **times))
+    beside = run(settings, [ScriptedGenerator(**FAST)], learner(settings, copy_s=0.05, **times))
+    assert apart.summary.wall_s == pytest.approx(1.0 + 10 * 1.8)
+    # The first batch, ten updates, ten copies, and the last push, which nothing runs beside.
+    assert beside.summary.wall_s == pytest.approx(1.0 + 10 * 1.05 + 0.8)
+    for line in beside.log.lines[1:]:
+        assert line["timing_s/weight_sync_stall"] == pytest.approx(0.05)
+        assert line["timing_s/wait_for_push"] == 0
+    assert apart.log.lines[3]["timing_s/weight_sync_stall"] == pytest.approx(0.8)
+    assert beside.log.lines[3]["timing_s/weight_sync"] == pytest.approx(0.8)
+    assert beside.learner.pushed == list(range(11))
+    assert beside.generators[0].live_version == 10
+
+
+def test_a_push_longer_than_a_step_is_waited_for_by_the_next() -> None:
+    settings = config(
+        "run.steps=6", "schedule.pipeline_depth=2", "schedule.max_staleness=4", "weight_sync.overlap=true"
+    )
+    outcome = run(settings, [ScriptedGenerator(**FAST)], learner(settings, step_s=1.0, push_s=3.0))
+    assert outcome.learner.pushed == list(range(7))
+    assert sum(line.get("timing_s/wait_for_push", 0) for line in outcome.log.lines) > 3
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_overlap_at_depth_zero_is_synchronous_all_the_same(every: int) -> None:
+    settings = config(
+        "run.steps=6",
+        "schedule.pipeline_depth=0",
+        f"schedule.max_staleness={every - 1}",
+        f"schedule.publish_every={every}",
+        "weight_sync.overlap=true",
+    )
+    outcome = run(settings, [ScriptedGenerator(**FAST)], learner(settings, step_s=1.0, push_s=0.7))
+    lags = [lag for step in outcome.learner.lags for lag in step]
+    assert lags == [step % every for step in range(6) for _ in range(2)]
+
+
+def test_an_evaluation_beside_overlapping_pushes_is_of_one_version() -> None:
+    settings = config(
+        "run.steps=7",
+        "eval.every=3",
+        "schedule.pipeline_depth=1",
+        "schedule.max_staleness=2",
+        "weight_sync.overlap=true",
+    )
+    generator = ScriptedGenerator(length=constant_length(60), token_s=0.1, slots=4)
+    outcome = run(settings, [generator], learner(settings, step_s=0.1, push_s=0.4), eval_tasks=held_out(8))
+    evaluated = {line["policy_version"]: line for line in outcome.log.lines if "eval/reward_mean" in line}
+    assert sorted(evaluated) == [0, 3, 6, 7]
+    assert all(line["eval/policy_version"] == version for version, line in evaluated.items())
+    assert [line["step"] for line in outcome.log.lines] == list(range(8))
+
+
+def test_an_overlapping_push_that_fails_ends_the_run_and_one_with_a_dead_receiver_is_sent_again() -> None:
+    settings = config(
+        "run.steps=8", "schedule.pipeline_depth=1", "schedule.max_staleness=2", "weight_sync.overlap=true"
+    )
+    with pytest.raises(ExceptionGroup) as caught:
+        run(settings, [ScriptedGenerator(**FAST)], learner(settings, step_s=1.0, failed_pushes={3}))
+    assert "push call 3 of version 3 failed" in str(caught.value.exceptions[0])
+
+    async def kill_one(outcome: Outcome) -> None:
+        await asyncio.sleep(4.5)
+        outcome.generators[0].die()
+
+    outcome = run(
+        settings,
+        [ScriptedGenerator(**FAST), ScriptedGenerator(**FAST)],
+        learner(settings, step_s=1.0, push_s=0.6),
+        during=kill_one,
+    )
+    assert outcome.generators[1].live_version == 8
+    assert outcome.summary.counts["trained"] == 16
+
+
+def test_a_stop_waits_for_the_running_push_and_for_no_evaluation() -> None:
+    settings = config(
+        "run.steps=1000",
+        "eval.every=3",
+        "schedule.pipeline_depth=1",
+        "schedule.max_staleness=2",
+        "weight_sync.overlap=true",
+    )
+
+    async def stop(outcome: Outcome) -> None:
+        await asyncio.sleep(12.5)
+        outcome.controller.request_stop("SIGINT")
+
+    outcome = run(
+        settings,
+        [ScriptedGenerator(**FAST)],
+        learner(settings, step_s=1.0, push_s=0.5),
+        eval_tasks=held_out(400),
+        during=stop,
+    )
+    assert outcome.summary.stopped_by == "SIGINT"
 
 
 def test_wait_at_the_bound_loses_nothing() -> None:

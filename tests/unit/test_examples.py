@@ -10,7 +10,7 @@ import reasoning_gym
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.examples import addition, chain_sum, counting
+from asyncrl.examples import addition, chain_sum, counting, gsm8k
 from asyncrl.rewards.builtin import last_number
 
 numbers = st.integers(min_value=1, max_value=10**6)
@@ -84,6 +84,36 @@ def test_counting_reward_is_the_share_of_the_right_prefix(n: int, data: st.DataO
 def test_counting_refuses_impossible_sizes() -> None:
     with pytest.raises(ValueError, match="expected"):
         counting.rows(count=0)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("3*4=12\n#### 12", 1.0),
+        ("#### 11 no, wait\n#### 12", 1.0),
+        ("####12.00", 1.0),
+        ("#### **$12.**", 1.0),
+        ("#### -12", 0.0),
+        ("#### 123", 0.0),
+        ("12", 0.0),
+        ("#### twelve, that is 12", 0.0),
+        ("#### 12\n####", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_gsm8k_reward_is_for_the_number_behind_the_last_mark(completion: str, reward: float) -> None:
+    assert gsm8k.reward(completion, "It is <<3*4=12>>12 eggs.\n#### 12") == reward
+
+
+@given(st.integers(-(10**9), 10**9))
+def test_gsm8k_results_are_compared_by_value(number: int) -> None:
+    assert gsm8k.reward(f"#### {number:,}", f"worked out\n#### {number}") == 1.0
+    assert gsm8k.reward(f"#### {number + 1}", f"worked out\n#### {number:,}") == 0.0
+
+
+def test_a_gsm8k_row_without_a_result_is_an_error_and_never_a_reward() -> None:
+    with pytest.raises(ValueError, match="#### and a number"):
+        gsm8k.reward("#### 3", "three")
 
 
 def test_chain_sum_works_through_the_library_s_own_questions() -> None:

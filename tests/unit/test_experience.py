@@ -15,8 +15,8 @@ from asyncrl.types import GroupMeta, ReadyGroup, TrajectoryMeta
 def ready(
     ordinal: int, expiry: int, *, versions: tuple[int, int] | None = None, nbytes: int = 10
 ) -> ReadyGroup:
-    oldest, newest = versions or (None, None)
-    trajectory = TrajectoryMeta(0, 1, 1, 1, 1.0, oldest, newest, "stop")
+    trained = tuple((version, 1) for version in sorted(set(versions or ())))
+    trajectory = TrajectoryMeta(0, 1, 2, 1.0, "stop", trained)
     meta = GroupMeta(ordinal, f"task-{ordinal}", 0, (trajectory,), checksum=0, nbytes=nbytes)
     return ReadyGroup(meta, b"", expiry)
 
@@ -86,6 +86,35 @@ def test_depth_one_waits_for_exactly_the_groups_that_expire_now():
     assert side.take() == [2, 0]
     side.finish_step([2, 0])
     assert side.take() == [5, 4]
+
+
+def test_a_postponed_group_may_hold_older_tokens_but_none_older_than_its_start():
+    side = Side(2, 1, 1, 1, 9)
+    side.admit_all()  # 0..3, expiry 1
+    side.land(3, 1)
+    side.finish_step(side.take())  # 4, 5 with expiry 2
+    side.land(5, 4)
+    found = side.queue.take()
+    assert isinstance(found, Shortfall)
+    assert found.overdue == ((0, 2), (2, 2))
+    for ordinal, expiry in found.overdue:
+        side.budget.postpone(ordinal, expiry)
+    assert side.take() == [5, 4]
+    side.finish_step([5, 4])  # version 2: a lag of 1 at most means version 1 at least
+    side.queue.put(ready(0, 2, versions=(0, 1)))
+    side.queue.put(ready(2, 2, versions=(0, 0)))
+    assert side.queue.all_masked() == (2,)
+    side.queue.remove(2)
+    side.budget.retire(2)
+    side.admit_all()
+    side.land(6)
+    assert side.take() == [0, 6]
+    assert side.queue.all_masked() == ()
+    # Issued again at version 2, a group has no token of version 1.
+    side.budget.postpone(7, 9)
+    side.budget.reissue(7)
+    with pytest.raises(StalenessError, match="tokens of versions 1 to 2, but it started at 2"):
+        side.queue.put(ready(7, 9, versions=(1, 2)))
 
 
 def test_slack_in_the_bound_lets_stragglers_be_overtaken_once():
@@ -343,3 +372,46 @@ def test_blocking_groups_suffice_and_none_of_them_is_idle(situation, random):
                 budget.retire(ordinal)
         if blocking:
             assert isinstance(queue.take(), Shortfall) == (omitted is not None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(situations(), st.integers(0, 20))
+def test_postponing_what_is_overdue_suffices_and_none_of_it_is_idle(situation, omitted):
+    """After all of ``overdue`` is postponed a take succeeds; one group or one step less, and it fails."""
+    batch, offsets, landed = situation
+
+    def build() -> tuple[StalenessBudget, ExperienceQueue]:
+        budget = StalenessBudget(batch, 4, 4, 1, 100)
+        queue = ExperienceQueue(budget, budget.capacity, 10**6)
+        for version in range(5):
+            for ordinal in [i for i, offset in enumerate(offsets) if offset == version]:
+                budget.admit(ordinal)
+            if version < 4:
+                budget.complete_update()
+                budget.set_live(version + 1)
+        for ordinal, is_ready in enumerate(landed):
+            if is_ready:
+                queue.put(ready(ordinal, budget.expiries()[ordinal]))
+        return budget, queue
+
+    budget, queue = build()
+    shortfall = queue.take()
+    if not isinstance(shortfall, Shortfall) or not shortfall.missing:
+        return
+    overdue = shortfall.overdue
+    for ordinal, expiry in overdue:
+        budget.postpone(ordinal, expiry)
+    taken = queue.take()
+    assert isinstance(taken, list)
+    # What is left can be trained in time by the steps after this one.
+    gone = [group.meta.ordinal for group in taken]
+    left = [expiry for ordinal, expiry in budget.expiries().items() if ordinal not in gone]
+    assert all(sum(e <= d for e in left) <= (d - 4) * batch for d in range(4, 16))
+
+    budget, queue = build()
+    short = omitted % len(overdue)
+    for i, (ordinal, expiry) in enumerate(overdue):
+        less = expiry - (i == short)
+        if less > budget.expiries()[ordinal]:
+            budget.postpone(ordinal, less)
+    assert isinstance(queue.take(), Shortfall)

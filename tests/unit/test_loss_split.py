@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -19,7 +20,7 @@ from asyncrl.learners.collate import collate
 from asyncrl.learners.objective import Objective, Tally
 from asyncrl.learners.policy import prepare_policy, selected_logits
 from asyncrl.types import Metrics
-from tests.unit.recorded_batches import VOCABULARY, record_batch, shares
+from tests.unit.recorded_batches import MAX_AGE, VOCABULARY, record_batch, shares
 
 CPU = torch.device("cpu")
 
@@ -54,7 +55,7 @@ def gradient(
     algorithm = AlgorithmSection.model_validate(
         {"aggregation": aggregation, "old_logprobs": old_logprobs, "correction": correction}
     )
-    objective, tally = Objective(algorithm, temperature=0.8), Tally(CPU)
+    objective, tally = Objective(algorithm, temperature=0.8, max_staleness=MAX_AGE), Tally(CPU)
     model, share = policy(), step()
     counts = StepCounts(share.loss_tokens, share.sequences)
     model.zero_grad()
@@ -125,13 +126,11 @@ def test_what_stands_in_the_padding_and_behind_the_mask_does_not_matter() -> Non
             t = sample.trajectory
             inputs[row, len(t.prompt_ids) + len(t.token_ids) - 1 :] = fill
         behaviour = torch.where(batch.mask, batch.behaviour, junk)
-        changed = type(batch)(
-            inputs, batch.positions, batch.targets, batch.mask, behaviour, batch.advantages, batch.fresh
-        )
+        changed = replace(batch, input_ids=inputs, behaviour=behaviour)
         model = policy()
         model.zero_grad()
         logits = selected_logits(model, inputs, changed.positions)
-        Objective(AlgorithmSection(), 1.0)(logits, changed, counts, Tally(CPU)).backward()
+        Objective(AlgorithmSection(), 1.0, MAX_AGE)(logits, changed, counts, Tally(CPU)).backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     assert (run(0, 0.0) - run(VOCABULARY - 1, float("nan"))).abs().max() <= 1e-15
@@ -145,7 +144,7 @@ def test_a_loss_that_is_not_finite_leaves_no_finite_gradient_behind() -> None:
     model.zero_grad()
     tally = Tally(CPU)
     logits = selected_logits(model, batch.input_ids, batch.positions)
-    loss = Objective(AlgorithmSection(), 1.0)(logits, batch, StepCounts(10, 2), tally)
+    loss = Objective(AlgorithmSection(), 1.0, MAX_AGE)(logits, batch, StepCounts(10, 2), tally)
     loss.backward()
     assert not loss.isfinite()
     assert all(not p.grad.isfinite().any() for p in model.parameters() if p.grad is not None and p.ndim == 1)
@@ -165,7 +164,38 @@ def test_logprob_difference_is_measured_on_fresh_answers_alone() -> None:
     assert 0 < metrics["generator/logprob_diff_mean"] < metrics["generator/logprob_diff_max"]
 
 
+def test_figures_by_age_add_up_to_those_of_all_tokens() -> None:
+    _, metrics = gradient((tuple(range(6)), tuple(range(6, 12))), "token-mean")
+    tokens = {
+        age: sum(
+            int((step().version - s.trajectory.versions[s.trajectory.loss_mask] == age).sum())
+            for s in step().samples
+        )
+        for age in range(MAX_AGE + 1)
+    }
+    tokens = {age: count for age, count in tokens.items() if count}
+    assert len(tokens) >= 2
+    for name in ("kl", "weight_mean", "clip_fraction"):
+        by_age = {age: metrics[f"rollout_corr/{name}_age{age}"] for age in tokens}
+        whole = sum(tokens[age] * value for age, value in by_age.items()) / sum(tokens.values())
+        assert whole == pytest.approx(metrics[f"rollout_corr/{name}"], rel=1e-9)
+        assert len(set(by_age.values())) == len(by_age), "two ages have the same figure"
+
+
+def test_an_age_that_no_token_has_has_no_figures() -> None:
+    fresh = [
+        i
+        for i, s in enumerate(step().samples)
+        if (s.trajectory.versions[s.trajectory.loss_mask] == step().version).all()
+    ]
+    _, metrics = gradient((tuple(fresh),), "token-mean")
+    assert {name for name in metrics if "_age" in name} == {
+        f"rollout_corr/{name}_age0" for name in ("kl", "weight_mean", "clip_fraction")
+    }
+    assert metrics["rollout_corr/kl_age0"] == pytest.approx(metrics["rollout_corr/kl"], rel=1e-12)
+
+
 def test_correcting_a_ratio_to_the_behaviour_policy_twice_is_refused() -> None:
     algorithm = AlgorithmSection(old_logprobs="behaviour", correction="tis")
     with pytest.raises(ConfigError, match="already pi/b"):
-        Objective(algorithm, 1.0)
+        Objective(algorithm, 1.0, MAX_AGE)

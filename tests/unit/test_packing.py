@@ -12,7 +12,7 @@ LONGEST = 60
 
 
 def trajectory(sample: int, prompt: int, response: int, trained: int) -> TrajectoryMeta:
-    return TrajectoryMeta(sample, prompt, response, trained, 0.0, 0, 0, "stop")
+    return TrajectoryMeta(sample, prompt, response, 0.0, "stop", ((0, trained),) if trained else ())
 
 
 @st.composite

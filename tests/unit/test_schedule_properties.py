@@ -5,6 +5,7 @@
 
 from collections import Counter
 from statistics import fmean
+from typing import Literal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from .schedule_harness import GROUP_BYTES, Params, run_schedule
 
 SCHEDULES = 10_000
+MASKING_SCHEDULES = 1_000
 
 
 def test_ten_thousand_random_schedules_keep_every_promise():
@@ -27,14 +29,28 @@ def test_ten_thousand_random_schedules_keep_every_promise():
     # What was never met was never tested.
     for kind in (
         *("trained", "failed", "filtered", "dropped", "reissued"),
-        *("bad step", "queue full", "waited at the bound", "lag = S"),
+        *("bad step", "queue full", "waited at the bound", "lag = S", "postponed"),
     ):
         assert happened[kind] >= SCHEDULES // 20, f"{kind} happened only {happened[kind]} times: {happened}"
+
+
+def test_masking_keeps_every_promise_where_it_is_needed_most():
+    happened: Counter[str] = Counter()
+    for seed in range(MASKING_SCHEDULES):
+        params = Params.masking(seed)
+        try:
+            happened += run_schedule(params).happened
+        except Exception as error:
+            error.add_note(f"seed {seed}: {params}")
+            raise
+    for kind in ("postponed", "masked", "all masked", "reissued", "bad step"):
+        assert happened[kind] >= MASKING_SCHEDULES // 50, f"{kind} happened too rarely: {happened}"
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Params:
     depth, every, batch = draw(st.integers(0, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    at_bound: Literal["wait", "drop", "mask"] = draw(st.sampled_from(("wait", "drop", "mask")))
     share = st.floats(0.0, 0.5)
     return Params(
         seed=draw(st.integers(0, 2**32)),
@@ -43,11 +59,13 @@ def schedules(draw: st.DrawFn) -> Params:
         pipeline_depth=depth,
         max_staleness=depth + every - 1 + draw(st.integers(0, 4)),
         publish_every=every,
-        at_bound=draw(st.sampled_from(("wait", "drop"))),
-        in_flight=draw(st.booleans()),
+        at_bound=at_bound,
+        in_flight=at_bound == "mask" or draw(st.booleans()),
         replicas=draw(st.integers(1, 4)),
+        tokens=draw(st.integers(1, 8)),
         lengths=draw(st.sampled_from(("constant", "exponential", "lognormal"))),
         rollout_time=draw(st.floats(0.01, 5.0)),
+        score_time=draw(st.floats(0.0, 3.0)),
         update_time=draw(st.floats(0.0, 2.0)),
         push_time=draw(st.floats(0.0, 2.5)),
         failed=draw(share),
@@ -67,7 +85,7 @@ def test_a_schedule_that_breaks_a_promise_is_shrunk(params):
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-@pytest.mark.parametrize("at_bound", ["wait", "drop"])
+@pytest.mark.parametrize("at_bound", ["wait", "drop", "mask"])
 def test_depth_zero_is_synchronous_whatever_the_bound(staleness, at_bound):
     params = Params(pipeline_depth=0, max_staleness=staleness, at_bound=at_bound, steps=30, push_time=2.5)
     assert run_schedule(params).lags == [0] * 60

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.errors import InvariantError, LearnerError, StalenessError, WeightSyncError
 from asyncrl.learners.base import Learner
-from asyncrl.learners.scripted import ScriptedLearner, seconds_by_tokens
+from asyncrl.learners.scripted import ScriptedLearner, scripted_checksum, seconds_by_tokens
 from asyncrl.types import Batch, group_lag
 from tests.unit.recorded_batches import batch_of, record_batch
 
@@ -71,6 +71,22 @@ async def test_pushes_fail_by_script_and_name_the_version() -> None:
     assert learner.pushed == [3]
     with pytest.raises(InvariantError, match="push version 4, have only 3"):
         await learner.push(4)
+
+
+async def test_a_copy_is_made_between_updates_and_is_what_pushes_send() -> None:
+    learner = ScriptedLearner(max_staleness=2, step_s=0.01)
+    await learner.start()
+    await learner.copy_out(0)
+    running = asyncio.create_task(learner.step(batch(0)))
+    await asyncio.sleep(0)
+    with pytest.raises(InvariantError, match="copy version 0 out in the middle of an update"):
+        await learner.copy_out(0)
+    assert (await learner.push(0)).version == 0
+    await running
+    with pytest.raises(InvariantError, match="push version 1, the copy is of 0"):
+        await learner.push(1)
+    await learner.copy_out(1)
+    assert (await learner.push(1)).checksum == scripted_checksum(1)
 
 
 async def test_time_passes_by_asyncio_sleep_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,268 @@
+"""The sending half of weight pushes, inside the process of one learner rank.
+
+A push either happens between two updates, reading the parameters themselves, or beside them
+(``weight_sync.overlap``): then ``copy_out`` copies the rank's own shard at the step's boundary, which
+is all that training waits for, and ``send`` works from the copies, in a thread of its own.
+
+Invariants:
+- What is sent as version v are the bytes that the parameters had when v was complete, whatever step
+  runs meanwhile. A push that is sent again sends the same copy.
+- The copies are allocated once; with ZeRO 3 each rank holds its shard alone.
+- Beside shard and copy, rank 0 holds two buckets at a time and one rank's part of one; the others
+  nothing.
+- A push that fails on rank 0 leaves no other rank waiting for it: they fail, or have been served.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import InvariantError
+from asyncrl.learners.base import LearnerRank, PushReport
+from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec, plan_buckets
+from asyncrl.weight_sync.broadcast import PushGroup, as_weight_sync_error, connect_store, create_group
+
+Bucket = Sequence[TensorSpec]
+
+
+class PushSender:
+    """Pushes for one rank of ``ranks``; ``sharded`` says that each holds a part of every tensor.
+
+    ``learner`` is started, ``buckets`` are those of every push group to come. All calls block. Every
+    rank gets the same calls in the same order, ``copy_out`` between two updates; with ``overlap``,
+    ``open`` and ``send`` may run beside an update.
+    """
+
+    def __init__(
+        self,
+        learner: LearnerRank,
+        buckets: list[list[TensorSpec]],
+        *,
+        rank: int,
+        ranks: int,
+        sharded: bool,
+        overlap: bool,
+    ) -> None:
+        self._learner = learner
+        self._rank = rank
+        self._ranks = ranks
+        self._gathers = sharded and ranks > 1
+        self._buckets = buckets
+        self._copies = ShardCopies(buckets, learner.shards) if overlap else None
+        self._group: PushGroup | None = None
+        self._shards: ShardGroup | None = None
+
+    @property
+    def shard_bytes(self) -> int:
+        """Size of this rank's copies; 0 where it has no part in them."""
+        return 0 if self._copies is None else sum(flat.nbytes for flat in self._copies.flats)
+
+    def open(self, spec: PushGroupSpec, store: Any = None) -> None:
+        """Leave the push group before, if any, and join this one: rank 0 that of the receivers, and
+        with copies of shards all ranks one of their own. ``store`` is the one that rank 0 serves.
+
+        Raises WeightSyncError, and InvariantError where the group would have other buckets.
+        """
+        self.close()
+        if plan_buckets(spec.manifest, spec.bucket_bytes) != self._buckets:
+            raise InvariantError(
+                f"push group {spec.prefix!r} has other buckets than the {len(self._buckets)} of the sender: "
+                f"make both from one manifest and one bucket size, here {spec.bucket_bytes} bytes"
+            )
+        if self._copies is not None and self._gathers:
+            store = store if self._rank == 0 else connect_store(spec)
+            own = replace(
+                spec,
+                prefix=f"{spec.prefix}-shards",
+                rank=self._rank,
+                world_size=self._ranks,
+                backend="nccl" if self._copies.device.type == "cuda" else "gloo",
+            )
+            self._shards = ShardGroup(own, store, self._copies)
+        if self._rank == 0:
+            self._group = PushGroup(spec, store)
+
+    def copy_out(self, version: int) -> float:
+        """Copy this rank's shard as ``version``; returns the seconds that it took."""
+        if self._copies is None:
+            raise InvariantError(f"asked to copy version {version} out, but weight_sync.overlap is off")
+        return self._copies.take(version)
+
+    def send(self, version: int) -> PushReport | None:
+        """Send ``version`` to all receivers; the report, on rank 0. Raises WeightSyncError."""
+        start = time.perf_counter()
+        if self._copies is not None:
+            found = self._send_copies(version, self._copies)
+        else:
+            found = self._send_parameters(version)
+        return None if found is None else PushReport(version, *found, time.perf_counter() - start)
+
+    def close(self) -> None:
+        """Leave all groups. The copies stay, for a push that is sent again."""
+        for group in (self._group, self._shards):
+            if group is not None:
+                group.close()
+        self._group = self._shards = None
+
+    def _send_parameters(self, version: int) -> tuple[str, int] | None:
+        """Rank 0 sends; with ZeRO 3 the others take part in gathering each bucket."""
+        if self._rank != 0:
+            for bucket in self._buckets:
+                self._learner.gather_bucket(bucket)
+            return None
+        left = list(self._buckets)
+
+        def gather(bucket: Bucket) -> Tensor:
+            flat = self._learner.gather_bucket(left.pop(0))
+            assert flat is not None, "rank 0 has every bucket"
+            return flat
+
+        assert self._group is not None, "open() comes first"
+        try:
+            return self._group.send(version, gather)
+        finally:
+            # After a failure: the other ranks do not know of it, and gather to the end.
+            for bucket in left if self._gathers else ():
+                self._learner.gather_bucket(bucket)
+
+    def _send_copies(self, version: int, copies: ShardCopies) -> tuple[str, int] | None:
+        if copies.version != version:
+            raise InvariantError(
+                f"asked to send version {version}, the copies hold {copies.version}: copy_out() first"
+            )
+        with copies.reading():
+            if self._rank != 0:
+                if self._shards is not None:
+                    self._shards.contribute()
+                return None
+            assert self._group is not None, "open() comes first"
+            gather = copies.whole if self._shards is None else self._shards.gather
+            try:
+                return self._group.send(version, gather)
+            except BaseException:
+                if self._shards is not None:
+                    self._shards.close()  # which the other ranks notice at once
+                raise
+
+
+class ShardCopies:
+    """A copy of one rank's shard, one flat tensor a bucket, in the buckets' order and dtype."""
+
+    def __init__(self, buckets: list[list[TensorSpec]], shards: Callable[[Bucket], list[Tensor]]) -> None:
+        self.buckets = buckets
+        self.version: int | None = None
+        """The version that the copies hold."""
+        self.device = torch.device("cpu")
+        self.sizes: list[list[int]] = []
+        """Elements of this rank's part of each tensor, by bucket; [] where it has none."""
+        self.flats: list[Tensor] = []
+        self._shards = shards
+        self._parts: list[tuple[Tensor, ...]] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._index = {bucket[0].name: i for i, bucket in enumerate(buckets)}
+        for bucket in buckets:
+            found = shards(bucket)
+            self.device = found[0].device if found else self.device
+            sizes = [shard.numel() for shard in found]
+            # Zeros, written: the first copy would pay for the pages otherwise.
+            flat = torch.empty(sum(sizes), dtype=getattr(torch, bucket[0].dtype), device=self.device).zero_()
+            self.sizes.append(sizes)
+            self.flats.append(flat)
+            self._parts.append(torch.split(flat, sizes) if sizes else ())
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def take(self, version: int) -> float:
+        """Overwrite the copies with the parameters of now; seconds, the device's work included."""
+        start = time.perf_counter()
+        self.version = None  # of neither version, should it fail half-way
+        for bucket, parts in zip(self.buckets, self._parts, strict=True):
+            if parts:
+                torch._foreach_copy_(parts, self._shards(bucket))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.version = version
+        return time.perf_counter() - start
+
+    def whole(self, bucket: Bucket) -> Tensor:
+        """The bucket of a rank that holds whole tensors: the copy itself."""
+        return self.flats[self.index(bucket)]
+
+    def index(self, bucket: Bucket) -> int:
+        """Which of ``buckets`` this is."""
+        return self._index[bucket[0].name]
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Reads happen on a stream of their own, which does not wait for the updates' work."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+class ShardGroup:
+    """A process group of all ranks, apart from the one that trains: brings shards to rank 0."""
+
+    def __init__(self, spec: PushGroupSpec, store: Any, copies: ShardCopies) -> None:
+        self._spec = spec
+        self._copies = copies
+        self._staging: Tensor | None = None
+        with self._errors("joining"):
+            from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+            self._store = store  # the group uses it as long as it lives
+            self._group: Any = create_group(PrefixStore(spec.prefix, store), spec)
+
+    def contribute(self) -> None:
+        """Send every bucket's part to rank 0, as it asks for them."""
+        with self._errors("sending shards in"):
+            for index, flat in enumerate(self._copies.flats):
+                self._group.send([flat], 0, index).wait()
+
+    def gather(self, bucket: Bucket) -> Tensor:
+        """One bucket, whole, on rank 0: the ranks' parts of each tensor one after the other."""
+        index = self._copies.index(bucket)
+        own, sizes = self._copies.flats[index], self._copies.sizes[index]
+        if self._staging is None:
+            largest = max((f for f in self._copies.flats), key=lambda f: f.nbytes)
+            self._staging = torch.empty(largest.nbytes, dtype=torch.uint8, device=own.device)
+        whole = own.new_empty(sum(spec.numel for spec in bucket))
+        received = self._staging[: own.nbytes].view(own.dtype)
+        with self._errors("gathering shards in"):
+            for rank in range(self._spec.world_size):
+                part = own
+                if rank != 0:
+                    self._group.recv([received], rank, index).wait()
+                    part = received
+                _place(part, rank, bucket, sizes, whole)
+        return whole
+
+    def close(self) -> None:
+        """Leave the group; ranks that wait in it fail. Safe to call twice, and from another thread."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+
+    def _errors(self, doing: str) -> Any:
+        return as_weight_sync_error(f"{doing} shard group {self._spec.prefix!r} as rank {self._spec.rank}")
+
+
+def _place(part: Tensor, rank: int, bucket: Bucket, sizes: Sequence[int], whole: Tensor) -> None:
+    """Copy one rank's part of each tensor of a bucket to where it belongs; its padding is left out."""
+    offset = start = 0  # in the part, in the whole
+    for spec, size in zip(bucket, sizes, strict=True):
+        begin = min(rank * size, spec.numel)
+        end = min(begin + size, spec.numel)
+        whole[start + begin : start + end] = part[offset : offset + end - begin]
+        offset += size
+        start += spec.numel

@@ -1,0 +1,104 @@
+"""Shards on the way to rank 0: real process groups between threads, each a rank with its part."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.errors import InvariantError
+from asyncrl.learners.sender import PushSender, ShardCopies, ShardGroup
+from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec, plan_buckets
+from asyncrl.weight_sync.broadcast import connect_store, create_store
+
+MANIFEST = (
+    TensorSpec("embed", (50, 8), "float32"),
+    TensorSpec("half", (33,), "bfloat16"),
+    TensorSpec("weight", (16, 24), "float32"),
+    TensorSpec("two", (2,), "float32"),
+    TensorSpec("scalar", (), "float32"),
+)
+
+
+class ShardedWeights:
+    """Weights as one of ``ranks`` holds them with ZeRO 3: equal parts, the last ones padded."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.set(0)
+
+    def set(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.full = {
+            s.name: torch.randn(s.shape, generator=generator).to(getattr(torch, s.dtype)) for s in MANIFEST
+        }
+
+    def shards(self, bucket) -> list[Tensor]:
+        found = []
+        for spec in bucket:
+            size = -(-spec.numel // self.ranks)
+            padded = torch.full((size * self.ranks,), float("nan"), dtype=getattr(torch, spec.dtype))
+            padded[: spec.numel] = self.full[spec.name].reshape(-1)
+            found.append(padded[self.rank * size : (self.rank + 1) * size])
+        return found
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gathered_buckets_are_those_of_the_copied_weights(ranks: int, bucket_bytes: int) -> None:
+    buckets = plan_buckets(MANIFEST, bucket_bytes)
+    weights = [ShardedWeights(rank, ranks) for rank in range(ranks)]
+    copies = [ShardCopies(buckets, w.shards) for w in weights]
+    store = create_store("127.0.0.1", 20.0)
+    spec = PushGroupSpec("127.0.0.1", store.port, "s", 0, ranks, "gloo", bucket_bytes, 20.0, MANIFEST)
+
+    def join(rank: int) -> ShardGroup:
+        own = store if rank == 0 else connect_store(spec)
+        return ShardGroup(replace(spec, rank=rank), own, copies[rank])
+
+    with ThreadPoolExecutor(ranks) as threads:
+        groups = list(threads.map(join, range(ranks)))
+        for version in (1, 2):
+            for w, c in zip(weights, copies, strict=True):
+                w.set(version)
+                c.take(version)
+                w.set(99)  # the next update is over before the push begins
+            contributing = [threads.submit(group.contribute) for group in groups[1:]]
+            expected = ShardedWeights(0, ranks)
+            expected.set(version)
+            for bucket in buckets:
+                found = groups[0].gather(bucket)
+                wanted = torch.cat([expected.full[s.name].reshape(-1) for s in bucket])
+                assert torch.equal(found, wanted)
+            for future in contributing:
+                future.result(20)
+        for group in groups:
+            group.close()
+            group.close()
+
+
+def test_only_the_version_that_was_copied_out_can_be_sent() -> None:
+    weights = ShardedWeights(0, 1)
+    buckets = plan_buckets(MANIFEST, 1 << 20)
+    without = PushSender(weights, buckets, rank=0, ranks=1, sharded=False, overlap=False)
+    with pytest.raises(InvariantError, match=r"copy version 1 out, but weight_sync.overlap is off"):
+        without.copy_out(1)
+    sender = PushSender(weights, buckets, rank=0, ranks=1, sharded=False, overlap=True)
+    store = create_store("127.0.0.1", 20.0)
+    spec = PushGroupSpec("127.0.0.1", store.port, "p", 0, 1, "gloo", 1 << 20, 20.0, MANIFEST)
+    with pytest.raises(InvariantError, match=r"other buckets than the 3 of the sender.* here 100 bytes"):
+        sender.open(replace(spec, bucket_bytes=100), store)
+    sender.open(spec, store)
+    with pytest.raises(InvariantError, match="send version 1, the copies hold None"):
+        sender.send(1)
+    sender.copy_out(1)
+    assert sender.shard_bytes == sum(s.nbytes for s in MANIFEST)
+    with pytest.raises(InvariantError, match="send version 2, the copies hold 1"):
+        sender.send(2)
+    report = sender.send(1)
+    assert report is not None
+    assert (report.version, report.nbytes) == (1, sender.shard_bytes)
+    sender.close()
