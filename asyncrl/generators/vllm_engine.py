@@ -477,8 +477,9 @@ class VLLMEngine:
         """The call's result, or GeneratorError as soon as the engine dies or is closed."""
         assert self._ended is not None
         task = asyncio.ensure_future(call)
+        either: set[asyncio.Future[Any]] = {task, self._ended}
         try:
-            await asyncio.wait({task, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait({task})  # its sequence is freed before its caller goes on
