@@ -35,8 +35,8 @@ def require_vllm() -> None:
         pytest.skip(reason, allow_module_level=True)
 
 
-def random_llama(seed: int, dtype: torch.dtype = torch.float32, *, tied: bool = False) -> LlamaForCausalLM:
-    """2.7 million parameters, 4 heads."""
+def random_llama(seed: int, dtype: torch.dtype = torch.float32, *, scale: float = 0.1) -> LlamaForCausalLM:
+    """2.7 million parameters, 4 heads; the larger ``scale``, the further from uniform its distributions."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=256,
@@ -45,8 +45,7 @@ def random_llama(seed: int, dtype: torch.dtype = torch.float32, *, tied: bool = 
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=POSITIONS,
-        initializer_range=0.1,
-        tie_word_embeddings=tied,
+        initializer_range=scale,
         eos_token_id=EOS,
         bos_token_id=None,
         pad_token_id=None,
