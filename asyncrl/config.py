@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from asyncrl.config_checks import contradictions, creation_problems, model_problems, source_problems
+from asyncrl.generators.vllm_options import worker_count
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Dtype = Literal["float32", "bfloat16"]
@@ -296,7 +297,7 @@ class ScheduleSection(Section):
 
 
 class GeneratorsSection(Section):
-    backend: Literal["torch"] = "torch"
+    backend: Literal["torch", "vllm"] = "torch"
     """The engine; ``torch`` is the embedded one."""
     replicas: PositiveInt = 1
     """Engines, each with the whole model."""
@@ -305,9 +306,11 @@ class GeneratorsSection(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: cuda, then mps, then cpu."""
     threads: PositiveInt = 1
-    """Torch threads of one engine on CPU."""
+    """Threads of one engine on CPU (vllm: of each of its workers, unless they are pinned to cores)."""
     cpu_cores: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
     """Cores to pin the engines to, dealt out in turn; null: unpinned."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of vLLM, by its own names, e.g. ``tensor_parallel_size``."""
     start_timeout_s: PositiveFloat = 300.0
     """Seconds that an engine may take to load the model and warm up."""
     health_every_s: PositiveFloat = 1.0
@@ -319,6 +322,11 @@ class GeneratorsSection(Section):
     logprob_diff_alarm: PositiveFloat | None = None
     """Warn when the mean difference between the engine's and the learner's log-probs of the same tokens
     is above this; null: 0.01 in float32, 0.1 in bfloat16."""
+
+    @property
+    def workers(self) -> int:
+        """Processes that share one replica's model: each is a rank of the push group."""
+        return worker_count(self.vllm) if self.backend == "vllm" else 1
 
 
 class LearnerSection(Section):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncrl.generators.vllm_options import option_problems
+
 if TYPE_CHECKING:
     from asyncrl.config import Config, CreateSection, ModelSection, SourceSection
 
@@ -55,6 +57,7 @@ def contradictions(config: Config) -> list[str]:
         *_groups(config),
         *_corrections(config),
         *_devices(config),
+        *_engine(config),
         *_other(config),
     ]
 
@@ -178,6 +181,30 @@ def _devices(config: Config) -> list[str]:
         for name, device in (("generators", config.generators.device), ("learner", config.learner.device))
         if device not in ("auto", "cuda")
     ]
+
+
+def _engine(config: Config) -> list[str]:
+    generators = config.generators
+    if generators.backend != "vllm":
+        if not generators.vllm:
+            return []
+        return [
+            f"generators.vllm: found {', '.join(sorted(generators.vllm))} with generators.backend "
+            f"{generators.backend!r}; expected backend vllm, or no such block"
+        ]
+    longest = max(config.max_sequence_tokens, config.max_eval_tokens)
+    problems = option_problems(generators.vllm, longest)
+    if config.run.deterministic:
+        problems.append(
+            "run.deterministic: found true with generators.backend 'vllm', which repeats seeds but not "
+            "bits; expected generators.backend torch, or run.deterministic false"
+        )
+    if generators.device == "mps":
+        problems.append(
+            "generators.device: found 'mps' with generators.backend 'vllm'; expected auto, cpu or cuda, or "
+            "generators.backend torch"
+        )
+    return problems
 
 
 def _other(config: Config) -> list[str]:

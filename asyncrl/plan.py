@@ -142,12 +142,13 @@ def placement_rows(config: Config) -> list[tuple[str, str]]:
     """Each process: its device, cores and threads."""
     generators, learner = config.generators, config.learner
     rows = []
+    shared = f", {generators.workers} workers share the model" if generators.workers > 1 else ""
     for i, cores in enumerate(deal_cores(generators.cpu_cores, generators.replicas)):
         rows.append(
             (
                 f"generator {i}",
                 f"{generators.backend} engine on {generators.device}, {_cores(cores, generators.threads)}, "
-                f"{generators.slots} slots; reward workers beside it: {config.reward.workers}",
+                f"{generators.slots} slots{shared}; reward workers beside it: {config.reward.workers}",
             )
         )
     for i, cores in enumerate(deal_cores(learner.cpu_cores, learner.ranks)):

@@ -40,6 +40,7 @@ class GeneratorActor:
     def __init__(self, config: Config, model_path: str, folder: str, cores: tuple[int, ...] | None) -> None:
         self._all_cores = tuple(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
         pin_process(cores)
+        self._cores = cores
         self._config = config
         self._model_path = model_path
         self._folder = Path(folder)
@@ -54,7 +55,7 @@ class GeneratorActor:
 
         self._home = asyncio.get_running_loop()
         self._host, self._close = await build_host(
-            self._config, self._model_path, self._folder, self._all_cores
+            self._config, self._model_path, self._folder, self._all_cores, self._cores
         )
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
@@ -117,6 +118,7 @@ class RayReplica:
         gpus: int,
     ) -> None:
         self.name = name
+        self.push_ranks = config.generators.workers
         self._start_timeout_s = config.generators.start_timeout_s
         self._actor = _RemoteGenerator.options(**actor_options(gpus)).remote(
             config, model_path, str(Path.cwd()), cores

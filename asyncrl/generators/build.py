@@ -34,12 +34,16 @@ class PoolScorer:
 
 
 async def build_host(
-    config: Config, model_path: str, folder: Path, cores: Sequence[int]
+    config: Config,
+    model_path: str,
+    folder: Path,
+    cores: Sequence[int],
+    engine_cores: tuple[int, ...] | None = None,
 ) -> tuple[RolloutHost, Callable[[], Awaitable[None]]]:
     """A started engine with its rollout host, and what closes both.
 
     Reward functions are looked up from ``folder``. ``cores`` are those that reward workers may use;
-    the engine itself may be pinned to fewer.
+    the engine itself may be pinned to fewer, ``engine_cores``.
     """
     rewards = RewardPool(
         config.reward.functions,
@@ -48,7 +52,7 @@ async def build_host(
         folder=folder,
         cores=cores,
     )
-    engine = _engine(config, model_path)
+    engine = _engine(config, model_path, engine_cores)
     tokenizer, _, _ = await asyncio.gather(
         asyncio.to_thread(_tokenizer, config, model_path), engine.start(), rewards.start()
     )
@@ -62,11 +66,29 @@ async def build_host(
     return RolloutHost(engine, PoolScorer(rewards), decode), close
 
 
-def _engine(config: Config, model_path: str) -> Generator:
+def _engine(config: Config, model_path: str, engine_cores: tuple[int, ...] | None) -> Generator:
+    settings = config.generators
+    if settings.backend == "vllm":
+        from asyncrl.generators.vllm_engine import VLLMEngine
+        from asyncrl.generators.vllm_settings import VLLMSettings
+
+        return VLLMEngine(
+            VLLMSettings(
+                model_path,
+                config.model.dtype,
+                settings.slots,
+                longest_sequence(config),
+                device=settings.device,
+                threads=settings.threads,
+                cores=engine_cores,
+                trust_remote_code=config.model.trust_remote_code,
+                seed=config.run.seed,
+                options=settings.vllm,
+            )
+        )
     from asyncrl.generators.torch_engine import TorchEngine
     from asyncrl.generators.torch_generator import TorchGenerator
 
-    settings = config.generators
     return TorchGenerator(
         TorchEngine(
             model_path,

@@ -16,6 +16,8 @@ class LocalReplica:
     Not for engines that compute: they would stop the loop that decides.
     """
 
+    push_ranks = 1
+
     def __init__(self, name: str, host: RolloutHost) -> None:
         self.name = name
         self._host = host

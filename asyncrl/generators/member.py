@@ -33,6 +33,8 @@ class Replica(Protocol):
     """One generator with its rollout host, wherever it runs. Raises GeneratorError when it died."""
 
     name: str
+    push_ranks: int
+    """Ranks that it takes in the push group: one for each process that holds weights."""
 
     async def start(self) -> None: ...
 

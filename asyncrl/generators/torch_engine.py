@@ -26,13 +26,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from asyncrl.config import Dtype
 from asyncrl.errors import ConfigError, DeadlineError, GeneratorError, RolloutError
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
 from asyncrl.generators.continuous_batch import Admission, ContinuousBatch, Ended, fixed_rows
+from asyncrl.generators.requests import check_request, nothing_sampled
 from asyncrl.generators.runner import CausalLM, DeviceName, ModelRunner, load_model, resolve_device
 from asyncrl.generators.stopping import StopStrings
 from asyncrl.generators.weights import DoubleBufferedWeights
@@ -170,7 +170,13 @@ class TorchEngine:
         has failed or was closed.
         """
         loop = self._require_running()
-        self._check(request)
+        check_request(
+            request,
+            limit=self._max_sequence,
+            limit_text="a slot holds",
+            remedy="the engine's max_sequence",
+            vocab_size=self._vocab_size,
+        )
         stop = await self._stop_strings(request) if request.sampling.stop else None
         if request.uid in self._pending:
             raise GeneratorError(f"request {request.uid} is already running: uids must be unique")
@@ -190,32 +196,6 @@ class TorchEngine:
             raise
         finally:
             del self._pending[request.uid]
-
-    def _check(self, request: GenerationRequest) -> None:
-        sampling, prompt = request.sampling, request.prompt_ids
-        if not prompt:
-            raise RolloutError(f"request {request.uid} has an empty prompt; at least one token is needed")
-        if sampling.max_new_tokens < 1:
-            raise RolloutError(
-                f"request {request.uid}: max_new_tokens is {sampling.max_new_tokens}, not >= 1"
-            )
-        total = len(prompt) + sampling.max_new_tokens
-        if total > self._max_sequence:
-            raise RolloutError(
-                f"request {request.uid} needs {total} tokens ({len(prompt)} of prompt and up to "
-                f"{sampling.max_new_tokens} new), but a slot holds {self._max_sequence}: shorten the prompt, "
-                "lower max_new_tokens, or raise the engine's max_sequence"
-            )
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise RolloutError(
-                f"request {request.uid} has token ids from {min(prompt)} to {max(prompt)}, but the model's "
-                f"vocabulary has {self._vocab_size}: was another tokenizer used?"
-            )
-        if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0):
-            raise RolloutError(
-                f"request {request.uid}: temperature {sampling.temperature}, top_p {sampling.top_p}, top_k "
-                f"{sampling.top_k}; expected temperature >= 0, 0 < top_p <= 1, top_k >= 0"
-            )
 
     async def _stop_strings(self, request: GenerationRequest) -> StopStrings:
         if isinstance(self._tokenizer, str):
@@ -245,7 +225,7 @@ class TorchEngine:
             return
         admission, future = self._pending[uid]
         if self._withdraw(admission):
-            _settle(future, _nothing())
+            _settle(future, nothing_sampled())
         else:
             await self._order(lambda: self._abort_running(admission))
 
@@ -481,9 +461,3 @@ class TorchEngine:
 def _settle(future: asyncio.Future[Any], value: object) -> None:
     if not future.done():
         future.set_result(value)
-
-
-def _nothing() -> Completion:
-    """What a request has that is aborted before it got a slot."""
-    ids = np.zeros(0, dtype=np.int32)
-    return Completion(ids, np.zeros(0, dtype=np.float32), ids.copy(), "abort")

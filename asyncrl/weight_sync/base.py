@@ -61,6 +61,7 @@ class PushGroupSpec:
     prefix: str
     """A new one at each rebuild, so that a late member of an old group cannot interfere."""
     rank: int
+    """Of the process that joins; a replica of several workers is told that of its first."""
     world_size: int
     backend: Literal["gloo", "nccl"]
     bucket_bytes: int

@@ -63,6 +63,8 @@ class PushGroup:
     def __init__(self, spec: PushGroupSpec, store: Any = None) -> None:
         self.spec = spec
         self.buckets = plan_buckets(spec.manifest, spec.bucket_bytes)
+        self.wire_s = 0.0
+        """Seconds of the last ``receive`` that waited for bytes; the rest unpacked them."""
         with as_weight_sync_error(f"joining push group {spec.prefix!r} as rank {spec.rank}"):
             # Kept: the group uses the store as long as it lives.
             self._store = store if store is not None else connect_store(spec)
@@ -99,6 +101,7 @@ class PushGroup:
         Raises WeightSyncError when the group fails or the sender sends another version.
         """
         checksum = ChecksumBuilder()
+        self.wire_s = 0.0
         with as_weight_sync_error(f"receiving version {version} in push group {self.spec.prefix!r}"):
             header = torch.zeros(3, dtype=torch.int64, device=self.device)
             self._broadcast(header).wait()
@@ -112,7 +115,9 @@ class PushGroup:
             arriving = self._post(0)
             for i, bucket in enumerate(self.buckets):
                 flat, work = arriving
+                began = time.perf_counter()
                 work.wait()
+                self.wire_s += time.perf_counter() - began
                 if i + 1 < len(self.buckets):
                     arriving = self._post(i + 1)
                 for name, tensor in _split(flat, bucket):

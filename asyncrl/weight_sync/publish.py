@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from asyncrl.errors import ChecksumError, GeneratorError, PushTimeoutError, WeightSyncError
@@ -167,16 +168,18 @@ class WeightPublisher:
             port=port,
             prefix=f"push{self._generation}",
             rank=0,
-            world_size=1 + len(receivers),
+            world_size=1 + sum(member.replica.push_ranks for member in receivers),
             backend="nccl" if self._backend == "nccl" else "gloo",
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
             manifest=self._info.manifest,
         )
+        # Each replica has as many ranks in a row as it has workers; it is told its first.
+        ranks = accumulate((m.replica.push_ranks for m in receivers[:-1]), initial=1)
         await self._together(
             f"building push group {spec.prefix}",
             self._learner.open_push_group(spec),
-            *(m.call(m.replica.join(replace(spec, rank=i))) for i, m in enumerate(receivers, start=1)),
+            *(m.call(m.replica.join(replace(spec, rank=r))) for m, r in zip(receivers, ranks, strict=True)),
         )
         self._receivers = receivers
 

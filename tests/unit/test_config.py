@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,35 @@ def test_any_value_anywhere_is_accepted_or_refused_with_its_path(path: str, valu
         assert "expected" in first or "did you mean" in first
     else:
         assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+VLLM = ("generators.backend=vllm",)
+
+
+def test_vllm_options_pass_under_their_own_names_and_count_workers() -> None:
+    config = parse_config(
+        VALUES, [*VLLM, "generators.vllm.tensor_parallel_size=2", "generators.vllm.block_size=32"]
+    )
+    assert config.generators.vllm == {"tensor_parallel_size": 2, "block_size": 32}
+    assert config.generators.workers == 2
+    assert parse_config(VALUES).generators.workers == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((*VLLM, "generators.vllm.max_num_seqs=8"), "vllm.max_num_seqs: found it set.*set generators.slots"),
+        ((*VLLM, "generators.vllm.logprobs_mode=raw_logprobs"), "logprobs_mode: found it set.*remove it"),
+        ((*VLLM, "generators.vllm.max_model_len=100"), "found 100; expected at least.*128 tokens"),
+        ((*VLLM, "generators.vllm.tensor_parallel_size=0"), "tensor_parallel_size: found 0; expected"),
+        (
+            (*VLLM, "run.deterministic=true"),
+            "run.deterministic: found true.*expected generators.backend torch",
+        ),
+        ((*VLLM, "generators.device=mps"), "generators.device: found 'mps'"),
+        (("generators.vllm.block_size=32",), "found block_size with generators.backend 'torch'"),
+    ],
+)
+def test_what_vllm_cannot_be_asked_is_refused_without_it(overrides: tuple[str, ...], words: str) -> None:
+    (line,) = errors(*overrides)
+    assert re.search(words, line), line

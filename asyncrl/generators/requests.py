@@ -1,0 +1,46 @@
+"""What every engine asks of a request before it takes it, and the answer that holds nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncrl.errors import RolloutError
+from asyncrl.types import Completion, GenerationRequest
+
+
+def check_request(
+    request: GenerationRequest, *, limit: int, limit_text: str, remedy: str, vocab_size: int
+) -> None:
+    """Raise RolloutError for a request that can never be served.
+
+    ``limit`` is the longest sequence in tokens; ``limit_text`` says whose limit it is, ``remedy`` which
+    setting raises it.
+    """
+    sampling, prompt = request.sampling, request.prompt_ids
+    if not prompt:
+        raise RolloutError(f"request {request.uid} has an empty prompt; at least one token is needed")
+    if sampling.max_new_tokens < 1:
+        raise RolloutError(f"request {request.uid}: max_new_tokens is {sampling.max_new_tokens}, not >= 1")
+    total = len(prompt) + sampling.max_new_tokens
+    if total > limit:
+        raise RolloutError(
+            f"request {request.uid} needs {total} tokens ({len(prompt)} of prompt and up to "
+            f"{sampling.max_new_tokens} new), but {limit_text} {limit}: shorten the prompt, lower "
+            f"max_new_tokens, or raise {remedy}"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise RolloutError(
+            f"request {request.uid} has token ids from {min(prompt)} to {max(prompt)}, but the model's "
+            f"vocabulary has {vocab_size}: was another tokenizer used?"
+        )
+    if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0):
+        raise RolloutError(
+            f"request {request.uid}: temperature {sampling.temperature}, top_p {sampling.top_p}, top_k "
+            f"{sampling.top_k}; expected temperature >= 0, 0 < top_p <= 1, top_k >= 0"
+        )
+
+
+def nothing_sampled() -> Completion:
+    """What a request has that is aborted before its first token."""
+    ids = np.zeros(0, dtype=np.int32)
+    return Completion(ids, np.zeros(0, dtype=np.float32), ids.copy(), "abort")

@@ -1,0 +1,77 @@
+"""Between vLLM's terms and ours: the seed of a trajectory, and the completion in a final output.
+
+Imports no vllm: outputs are read by attribute.
+
+Invariant: a completion's versions are vLLM's labels, and agree with our own counts at each swap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncrl.errors import GeneratorError
+from asyncrl.generators.requests import nothing_sampled
+from asyncrl.types import Completion, DrawKey, FinishReason, Int32Array
+
+_FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def request_seed(key: DrawKey) -> int:
+    """The seed of one trajectory's draws, a pure function of its key: 63 bits, as vLLM takes them."""
+    words = f"{key.seed}:{key.ordinal}:{key.sample}:{key.attempt}".encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
+
+
+def completion_of(uid: str, output: Any, starts: Sequence[tuple[int, int]]) -> Completion:
+    """The completion that vLLM's final output holds. Raises GeneratorError for what does not add up.
+
+    ``starts`` are version and index of its first token, for each version, by our own counts.
+    """
+    answer = output.outputs[0]
+    if answer.finish_reason not in _FINISH:
+        raise GeneratorError(f"request {uid}: vLLM ended it with {answer.finish_reason!r}")
+    token_ids = np.array(answer.token_ids, dtype=np.int32)
+    if not len(token_ids):
+        return nothing_sampled()
+    # One candidate a position: the sampled token's own.
+    logprobs = np.array(answer.logprobs.logprobs, dtype=np.float32)
+    if len(logprobs) != len(token_ids) or answer.logprobs.token_ids != list(answer.token_ids):
+        raise GeneratorError(
+            f"request {uid}: vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens, "
+            "expected one for each sampled token"
+        )
+    broken = int((~np.isfinite(logprobs)).sum())
+    if broken:
+        raise GeneratorError(
+            f"request {uid}: {broken} of {len(logprobs)} log-probs are not finite at version "
+            f"{starts[-1][0]}: are the weights finite?"
+        )
+    versions = _versions(answer.weight_versions, len(token_ids))
+    counted = _counted(starts, len(token_ids))
+    if not np.array_equal(versions, counted):
+        first = int(np.flatnonzero(versions != counted)[0])
+        raise GeneratorError(
+            f"request {uid}: vLLM stamped token {first} of {len(token_ids)} with version "
+            f"{versions[first]}, but by the counts at each swap it is of version {counted[first]}"
+        )
+    return Completion(token_ids, logprobs, versions, _FINISH[answer.finish_reason])
+
+
+def _versions(spans: Any, count: int) -> Int32Array:
+    """vLLM's labels as one version a token, (T,)."""
+    versions = np.full(count, -1, dtype=np.int32)
+    for span in spans or ():
+        versions[span.start : span.end] = int(span.version)
+    return versions
+
+
+def _counted(starts: Sequence[tuple[int, int]], count: int) -> Int32Array:
+    """Our own counts as one version a token, (T,)."""
+    versions = np.full(count, -1, dtype=np.int32)
+    for version, start in starts:
+        versions[start:] = version
+    return versions

