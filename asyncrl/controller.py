@@ -439,6 +439,7 @@ class Controller:
     # ------------------------------------------------------------------ updates
 
     async def _train_pump(self, group: asyncio.TaskGroup) -> None:
+        self._use.begin(await self._pool.statistics())
         step_start = self._now()
         while self.budget.version < self.config.run.steps:
             groups = await self._take()

@@ -126,11 +126,15 @@ class GeneratorUse:
     slots: int
     _before: Mapping[str, GeneratorStatistics] = field(default_factory=dict)
 
+    def begin(self, now: Mapping[str, GeneratorStatistics]) -> None:
+        """The first step starts here."""
+        self._before = now
+
     def metrics(self, now: Mapping[str, GeneratorStatistics], step_s: float) -> Metrics:
         """``now`` by a name that a restarted replica does not share with the one before it."""
         before, self._before = self._before, now
         if before.keys() != now.keys() or not now or step_s <= 0:
-            return {}  # the first step, or a replica came or went: no difference to take
+            return {}  # a replica came or went: no difference to take
         pairs = [(statistics, before[name]) for name, statistics in now.items()]
         busy = sum(n.busy_s - b.busy_s for n, b in pairs) / len(now)
         slot = sum(n.slot_s - b.slot_s for n, b in pairs) / len(now)

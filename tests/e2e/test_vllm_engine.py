@@ -56,12 +56,15 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
     await engine.start()
     sender = Sender(engine)
     yield Bench(engine, sender)
-    ours = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    ours = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.pid not in before and "resource_tracker" not in " ".join(process.cmdline())
+    ]
     assert ours, "vLLM has processes of its own"
     sender.close()
     await engine.close()
-    _, alive = psutil.wait_procs(ours, timeout=30)
-    left = [p for p in alive if "resource_tracker" not in " ".join(p.cmdline())]
+    _, left = psutil.wait_procs(ours, timeout=30)
     assert not left, f"left behind by close(): {left}"
     with pytest.raises(GeneratorError, match="closed"):
         await engine.generate(request("late"))

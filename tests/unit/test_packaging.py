@@ -48,8 +48,21 @@ def test_chain_sum_differs_from_the_quickstart_in_data_and_reward_alone() -> Non
     assert other == quickstart
 
 
-def test_sync_is_synchronous() -> None:
-    schedule = yaml.safe_load((ROOT / "configs" / "sync.yaml").read_text())["schedule"]
+def test_the_gsm8k_configs_differ_in_the_schedule_alone() -> None:
+    overlapped, synchronous = blocks("gsm8k-qwen-async.yaml"), blocks("gsm8k-qwen-sync.yaml")
+    assert overlapped.pop("schedule") != synchronous.pop("schedule")
+    assert overlapped == synchronous
+
+
+def test_the_smollm2_configs_differ_in_the_generators_alone() -> None:
+    vllm, torch = blocks("smollm2-arithmetic.yaml"), blocks("smollm2-arithmetic-torch.yaml")
+    assert (vllm.pop("generators")["backend"], torch.pop("generators")["backend"]) == ("vllm", "torch")
+    assert vllm == torch
+
+
+@pytest.mark.parametrize("name", ["sync.yaml", "gsm8k-qwen-sync.yaml"])
+def test_sync_is_synchronous(name: str) -> None:
+    schedule = yaml.safe_load((ROOT / "configs" / name).read_text())["schedule"]
     assert (schedule["pipeline_depth"], schedule["max_staleness"]) == (0, 0)
 
 

@@ -1,0 +1,54 @@
+"""Striking the generators of a real run: what a test of deaths needs."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+
+from .runs import Run
+
+NOTICED_WITHIN_S = 5.0
+BACK_WITHIN_S = 120.0
+LOOK_EVERY_S = 0.05
+
+
+def wait_until(run: Run, what: str, limit_s: float, condition: Callable[[], bool]) -> float:
+    """Seconds until ``condition`` held."""
+    began = time.monotonic()
+    while not condition():
+        waited = time.monotonic() - began
+        assert run.process.poll() is None, f"the run ended before {what}:\n{run.text}"
+        assert waited < limit_s, f"not within {limit_s} s: {what}\n{run.text}"
+        time.sleep(LOOK_EVERY_S)
+    return time.monotonic() - began
+
+
+def generators(run: Run) -> list[psutil.Process]:
+    """The generator actors, oldest first; Ray names a process after its actor."""
+    actors = [p for p in run.processes() if "GeneratorActor" in " ".join(p.cmdline())]
+    return sorted(actors, key=lambda process: process.create_time())
+
+
+def deaths(run: Run) -> int:
+    return len(re.findall(r"generator \d is out with", run.text))
+
+
+def strike(run: Run, victims: list[psutil.Process], number: signal.Signals, expected: int) -> None:
+    """Send the signal to the victims: noticed in time, and all replicas live again in time."""
+    lines = len(run.metrics)
+    wait_until(run, "another step", 60, lambda: len(run.metrics) > lines)
+    for victim in victims:
+        victim.send_signal(number)
+    wait_until(run, f"{number.name} noticed", NOTICED_WITHIN_S, lambda: deaths(run) >= expected)
+
+    def whole_again() -> bool:
+        last = run.metrics[-1]
+        return last["generator/restarts"] >= expected and last["generator/replicas_live"] == 2
+
+    took = wait_until(run, f"all live again after {number.name}", BACK_WITHIN_S, whole_again)
+    assert took < BACK_WITHIN_S
+    assert not any(victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE for victim in victims)
