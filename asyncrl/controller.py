@@ -296,6 +296,7 @@ class Controller:
         if self.config.weight_sync.overlap:
             await self._copy_out(0)
         await self._publisher.publish(0)
+        self._made_progress("the start of generators and learner")
         return [supervisor, group.create_task(self._let_in_restarted(), name="let in generators")]
 
     async def _evaluate_first(self) -> Metrics | None:

