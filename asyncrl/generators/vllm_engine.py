@@ -176,6 +176,7 @@ class VLLMEngine:
             "distributed_executor_backend": "uni" if settings.workers == 1 else "mp",
             "disable_log_stats": True,
             "enable_log_requests": False,
+            "use_tqdm_on_load": False,
         }
         try:
             arguments = AsyncEngineArgs(**{**defaults, **settings.options, **owned})

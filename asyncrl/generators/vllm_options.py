@@ -25,6 +25,7 @@ OWNED: Mapping[str, str] = {
     "worker_extension_cls": "",
     "disable_log_stats": "",
     "enable_log_requests": "",
+    "use_tqdm_on_load": "",
     "distributed_executor_backend": "",
 }
 """Arguments of vLLM that asyncrl sets, with the key to use instead; empty: nothing to choose."""

@@ -52,7 +52,8 @@ def environment(settings: VLLMSettings, inherited: Mapping[str, str]) -> dict[st
     return {
         # vLLM's workers inherit threads and locks by a fork; a fresh process has neither.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_LOGGING_LEVEL": inherited.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        # Its warnings at each start are of options that we chose: set this to see them.
+        "VLLM_LOGGING_LEVEL": inherited.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_NO_USAGE_STATS": inherited.get("VLLM_NO_USAGE_STATS", "1"),
         "VLLM_CPU_OMP_THREADS_BIND": _bindings(settings, inherited),
         "OMP_NUM_THREADS": str(settings.threads),
