@@ -30,6 +30,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import statistics
 import sys
@@ -37,7 +38,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -51,6 +52,7 @@ from asyncrl.types import DrawKey, GenerationRequest, SamplingParams
 from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec
 from asyncrl.weight_sync.broadcast import PushGroup, create_store
 
+log = logging.getLogger("vllm_push")
 TIMEOUT_S = 300.0
 COLUMNS = ("receive", "wire", "unpack", "pause", "prepare", "load", "finish", "bare", "beyond")
 
@@ -147,12 +149,14 @@ def bare_broadcast(group: PushGroup, *, send: bool) -> float:
 # These three run inside vLLM's workers.
 
 
-def start_bare(worker: Any, spec: PushGroupSpec, prefix: str) -> None:
+def start_bare(worker: Any, plain: dict[str, Any], prefix: str) -> None:
     """Receive a bare broadcast in a thread, as the receiving half of a push does."""
-    rank = worker.weight_transfer_engine.parallel_config.rank
+    from asyncrl.generators.vllm_weights import spec_from_plain
+
+    spec = spec_from_plain(plain, 1 + worker.weight_transfer_engine.parallel_config.rank)
 
     def run() -> None:
-        group = PushGroup(replace(spec, prefix=prefix, rank=1 + rank))
+        group = PushGroup(replace(spec, prefix=prefix))
         worker.bare_s = bare_broadcast(group, send=False)
 
     worker.bare_thread = threading.Thread(target=run)
@@ -204,6 +208,7 @@ class Load:
 async def measure(options: Options, model: str) -> dict[str, Any]:
     settings = VLLMSettings(model, options.dtype, options.requests, 1024, cores=options.cores)
     engine = VLLMEngine(settings)
+    log.info("starting vLLM")
     await engine.start()
     context = get_context("spawn")
     here, there = context.Pipe()
@@ -217,12 +222,14 @@ async def measure(options: Options, model: str) -> dict[str, Any]:
     try:
         spec: PushGroupSpec = await asyncio.to_thread(here.recv)
         await engine.join(replace(spec, rank=1))
+        log.info("%d pushes with %d requests in flight", options.pushes, options.requests)
         load = Load(engine, options.requests, 512)
         await asyncio.sleep(2.0)  # until all are in flight
         began, before = time.perf_counter(), engine.statistics().tokens
         rows = [await _push(engine, here, version) for version in range(1, options.pushes + 1)]
         rate = (engine.statistics().tokens - before) / (time.perf_counter() - began)
         nbytes = sum(each.nbytes for each in spec.manifest)
+        log.info("copies and bare broadcasts")
         copy_s = max(await engine._engine.collective_rpc(copy_once, args=(nbytes,)))
         busy = await _bare(engine, here, spec, "bare-busy")
         await load.stop()
@@ -273,7 +280,7 @@ async def _push(engine: VLLMEngine, pipe: Connection, version: int) -> dict[str,
 
 
 async def _bare(engine: VLLMEngine, pipe: Connection, spec: PushGroupSpec, prefix: str) -> float:
-    await engine._engine.collective_rpc(start_bare, args=(spec, prefix))
+    await engine._engine.collective_rpc(start_bare, args=(asdict(spec), prefix))
     pipe.send(prefix)
     await asyncio.to_thread(pipe.recv)
     return max(await engine._engine.collective_rpc(end_bare))
@@ -324,6 +331,7 @@ def main() -> None:
         tuple(given.cores) if given.cores else None,
         given.sender_core,
     )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     # So that functions of this file can be sent to vLLM's workers.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     with tempfile.TemporaryDirectory() as folder:
