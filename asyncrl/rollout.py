@@ -113,13 +113,20 @@ class EngineClient:
             self._keeps_first = asked == (group.task.prompt_ids, group.sampling)
         if turn > 0 or not self._keeps_first:
             return await self._engine.generate(request)
-        if self._first is None or self._first.finish_reason == "abort":
-            self._first = await self._engine.generate(replace(request, prefix=self._first))
-        return self._first
+        first = self._first
+        if first is None or first.finish_reason == "abort":
+            self._first = first = await self._engine.generate(replace(request, prefix=first))
+        return first
 
     def so_far(self, partials: Mapping[str, Completion]) -> Completion | None:
-        """What there is of the first turn, given what the engine has of its running requests."""
-        return partials.get(self._uid(0), self._first) if self._keeps_first else None
+        """What there is of the first turn, given what the engine has of its running requests.
+
+        Never less than before: an answer that has just ended is no longer running, but may not be here yet.
+        """
+        if not self._keeps_first:
+            return None
+        self._first = partials.get(self._uid(0), self._first)
+        return self._first
 
     def _attempt(self, turn: int) -> int:
         return self._request.attempt + (turn << 16)

@@ -30,10 +30,10 @@ class StopStrings:
         return any(string in text for string in self._strings)
 
     def end_across(self, token_ids: Sequence[int], seam: int) -> int | None:
-        """Length of the shortest answer that reaches beyond ``seam`` and ends with a stop string.
+        """Tokens up to the end of the first stop string that begins before ``seam`` and ends after it.
 
-        Only of strings that have tokens on both sides of it: None where there is no such. The first ``seam``
-        tokens are known to hold none.
+        None where there is no such. The caller knows that no string lies in the first ``seam`` tokens, and
+        that the answer ends with one that lies wholly behind them.
         """
         ends = range(seam + 1, min(seam + self.window, len(token_ids)) + 1)
         return next((end for end in ends if self.found_in(token_ids[max(0, end - self.window) : end])), None)

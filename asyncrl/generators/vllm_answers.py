@@ -15,6 +15,7 @@ import numpy as np
 
 from asyncrl.errors import GeneratorError
 from asyncrl.generators.requests import nothing_sampled
+from asyncrl.generators.stopping import StopStrings
 from asyncrl.types import Completion, DrawKey, FinishReason, Float32Array, Int32Array
 
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -63,6 +64,14 @@ def partial_of(uid: str, state: Any, starts: Sequence[tuple[int, int]]) -> Compl
         return nothing_sampled()
     ids, logprobs = _sampled(uid, token_ids, state.logprobs_processor.logprobs, starts)
     return Completion(ids, logprobs, _counted(starts, len(ids)), "abort")
+
+
+def cut_across(answer: Completion, seam: int, stop: StopStrings) -> Completion:
+    """The answer up to a stop string that lies across ``seam``: vLLM looks at what it sampled itself only."""
+    end = stop.end_across(answer.token_ids.tolist(), seam)
+    if end is None:
+        return answer
+    return Completion(answer.token_ids[:end], answer.logprobs[:end], answer.versions[:end], "stop")
 
 
 def _sampled(

@@ -32,7 +32,7 @@ from asyncrl.errors import (
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
 from asyncrl.generators.requests import check_request, nothing_sampled, whole_answer
 from asyncrl.generators.stopping import StopStrings
-from asyncrl.generators.vllm_answers import completion_of, partial_of, request_seed
+from asyncrl.generators.vllm_answers import completion_of, cut_across, partial_of, request_seed
 from asyncrl.generators.vllm_meter import Meter
 from asyncrl.generators.vllm_plugin import BACKEND, WORKER_EXTENSION, register
 from asyncrl.generators.vllm_settings import VLLMSettings, cpu_cache_bytes, environment, has_tokenizer
@@ -242,19 +242,13 @@ class VLLMEngine:
                 output = await self._with_engine(self._sample(sequence))
                 if not sequence.again:
                     answer = completion_of(request.uid, output, sequence.starts)
-                    return self._cut_at_the_seam(request, whole_answer(request, answer))
+                    whole = whole_answer(request, answer)
+                    if request.given and request.sampling.stop:
+                        stop = StopStrings(request.sampling.stop, self._engine.get_tokenizer())
+                        return cut_across(whole, request.given, stop)
+                    return whole
         finally:
             del self._sequences[request.uid]
-
-    def _cut_at_the_seam(self, request: GenerationRequest, answer: Completion) -> Completion:
-        """vLLM looks for stop strings in what it sampled itself: look for those that began in the prefix."""
-        if request.prefix is None or not request.sampling.stop:
-            return answer
-        stop = StopStrings(request.sampling.stop, self._engine.get_tokenizer())
-        end = stop.end_across(answer.token_ids.tolist(), request.given)
-        if end is None:
-            return answer
-        return Completion(answer.token_ids[:end], answer.logprobs[:end], answer.versions[:end], "stop")
 
     async def _sample(self, sequence: _Sequence) -> Any:
         """vLLM's final output. Everything up to its first await registers the request."""

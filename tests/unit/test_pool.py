@@ -10,13 +10,20 @@ import random
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.errors import GeneratorError, NoGeneratorError, VersionGoneError
+from asyncrl.errors import GeneratorError, LostGroupError, NoGeneratorError, VersionGoneError
 from asyncrl.generators.local import LocalReplica
 from asyncrl.generators.pool import GeneratorPool
-from asyncrl.generators.scripted import Failure, ScriptedGenerator, constant_length, log_normal_length
+from asyncrl.generators.scripted import (
+    Failure,
+    ScriptedGenerator,
+    constant_length,
+    log_normal_length,
+    scripted_length,
+)
 from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.rollout import GroupRequest, RolloutHost
 from asyncrl.simulate.clock import run_virtual
+from asyncrl.snapshot import Progress, Snapshot
 from asyncrl.types import SamplingParams, Task
 
 from .controller_harness import Outcome, ScriptedScorer, config, run
@@ -243,6 +250,92 @@ def test_work_for_a_version_waits_for_it_or_hears_that_it_is_gone() -> None:
     run_virtual(main())
 
 
+def lost(group: asyncio.Future) -> LostGroupError:
+    error = group.exception()
+    assert isinstance(error, LostGroupError)
+    return error
+
+
+def test_a_group_of_a_dead_replica_goes_on_from_its_last_snapshot() -> None:
+    lengths = scripted_length({(0, 0): 10}, default=40)
+
+    async def main() -> None:
+        first, second, third = (fast(length=lengths) for _ in range(3))
+        pool = await started(first, second, third)
+        supervisor = asyncio.ensure_future(pool.supervise())
+        undisturbed = await pool.run_group(request(0, tokens=64))
+        sampled = [g.statistics().tokens for g in (first, second, third)]
+        group = asyncio.ensure_future(pool.run_group(request(0, tokens=64)))
+        # Looked at each second: at 2 s one sample is done, and the other has 20 tokens.
+        await asyncio.sleep(2.45)
+        assert pool.holder("train-0", 0) == "generator 0"
+        first.die()
+        await asyncio.wait([group])
+        salvage = lost(group).salvage
+        assert salvage.progress == Progress(samples=2, tokens=10 + 20)
+
+        # The second dies before it was looked at: what the first had is still there.
+        again = asyncio.ensure_future(pool.run_group(request(0, tokens=64), salvage=salvage))
+        await asyncio.sleep(0.5)
+        assert pool.members[1].outstanding_tokens == 2 * 64 - 30
+        second.die()
+        await asyncio.wait([again])
+        assert lost(again).salvage == salvage
+        outcome = await pool.run_group(request(0, tokens=64), salvage=salvage)
+        assert outcome == undisturbed
+        assert third.statistics().tokens - sampled[2] == 20
+        assert (pool.continued_samples, pool.continued_tokens) == (4, 60)
+        supervisor.cancel()
+
+    run_virtual(main())
+
+
+def test_of_a_group_that_was_never_looked_at_nothing_is_left_and_an_idle_replica_holds_nothing() -> None:
+    async def main() -> None:
+        first, second = fast(), fast(length=constant_length(30))
+        pool = await started(first, second)
+        supervisor = asyncio.ensure_future(pool.supervise())
+        group = asyncio.ensure_future(pool.run_group(request()))
+        await asyncio.sleep(0.5)
+        first.die()
+        await asyncio.wait([group])
+        assert lost(group).salvage is None
+        group = asyncio.ensure_future(pool.run_group(request(1, tokens=64)))
+        await asyncio.sleep(1.5)
+        assert pool.members[1].snapshot.groups == {("train-1", 1): Progress(samples=2, tokens=2 * 10)}
+        await group
+        await asyncio.sleep(2.0)
+        assert pool.members[1].snapshot == Snapshot()
+        supervisor.cancel()
+
+    run_virtual(main())
+
+
+def test_a_snapshot_that_takes_long_neither_delays_the_checks_nor_counts_as_a_hang() -> None:
+    async def main() -> None:
+        slow = fast(length=constant_length(200))
+        release = asyncio.Event()
+        partials = slow.partials
+
+        async def late() -> dict:
+            await release.wait()
+            return await partials()
+
+        slow.partials = late  # type: ignore[method-assign]
+        pool = await started(slow)
+        supervisor = asyncio.ensure_future(pool.supervise())
+        group = asyncio.ensure_future(pool.run_group(request(tokens=200)))
+        await asyncio.sleep(10.0)
+        assert pool.live, "it was taken for hung"
+        release.set()
+        await asyncio.sleep(0.1)
+        assert pool.members[0].snapshot.groups == {("train-0", 0): Progress(samples=2, tokens=200)}
+        await group
+        supervisor.cancel()
+
+    run_virtual(main())
+
+
 # ------------------------------------------------------------------ whole runs
 
 
@@ -321,6 +414,30 @@ def test_synchronous_runs_train_on_the_same_samples_whoever_dies() -> None:
     assert [b.items[0].payload for b in calm.learner.batches] == [
         b.items[0].payload for b in stormy.learner.batches
     ]
+
+
+@pytest.mark.parametrize("end", [kill, freeze])
+def test_a_group_that_goes_on_keeps_its_start_and_its_tokens_count_from_there(end) -> None:
+    """Long groups over many versions: the death comes when several have passed since their start."""
+    settings = config(
+        "run.steps=12", "schedule.pipeline_depth=1", "schedule.max_staleness=4", "rollout.max_new_tokens=200"
+    )
+
+    def mixed() -> ScriptedGenerator:
+        # One group in five is slow, so that versions pass while it runs.
+        return fast(length=lambda r: 120 if r.key.ordinal % 5 == 1 else 10)
+
+    outcome = run(settings, [mixed(), mixed()], learner(settings), during=end(1, 6.0), spare=slow_start)
+    assert_all_trained(outcome)
+    last = outcome.log.lines[-1]
+    assert last["generator/continued_tokens"] > 0
+    items = [item for batch in outcome.learner.batches for item in batch.items]
+    moved = [item.meta for item in items if item.meta.oldest_version != item.meta.newest_version]
+    for item in items:
+        assert item.meta.oldest_version >= item.meta.start_version
+    calm = run(settings, [mixed(), mixed()], learner(settings))
+    assert moved
+    assert outcome.summary.wall_s < calm.summary.wall_s + 30
 
 
 def test_replicas_that_stay_dead_end_the_run() -> None:
