@@ -45,8 +45,9 @@ from asyncrl.types import (
     Trajectory,
 )
 
-_SNAPSHOT_SHARE = 0.01
-"""Encoding snapshots takes at most this share of the time: a large one is followed by a longer pause."""
+_SNAPSHOT_BYTES_PER_S = 4 << 20
+"""A snapshot is followed by none for as long as its bytes take at this rate, so that many long answers (12
+bytes a token) cost the engine's process some hundredths of its time, and the network next to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,8 @@ class EngineClient:
         """
         if not self._keeps_first:
             return None
-        self._first = partials.get(self._uid(0), self._first)
+        if self._first is None or self._first.finish_reason == "abort":
+            self._first = partials.get(self._uid(0), self._first)
         return self._first
 
     def _attempt(self, turn: int) -> int:
@@ -217,19 +219,17 @@ class RolloutHost:
 
     async def snapshot(self) -> tuple[dict[GroupKey, Progress], bytes] | None:
         """What the running groups have so far; None where it is too soon for another snapshot."""
-        clock = asyncio.get_running_loop().time
         if not self._groups:
             return {}, b""
-        if clock() < self._next_snapshot_at:
+        now = asyncio.get_running_loop().time()
+        if now < self._next_snapshot_at:
             return None
         partials = await self.engine.partials()
-        began = clock()
         groups = {key: group.so_far(partials) for key, group in self._groups.items()}
-        progress = {key: partial.progress for key, partial in groups.items()}
-        progress = {key: each for key, each in progress.items() if each.tokens}
-        payload = encode_snapshot({key: groups[key] for key in progress})
-        self._next_snapshot_at = clock() + (clock() - began) / _SNAPSHOT_SHARE
-        return progress, payload
+        begun = {key: partial for key, partial in groups.items() if partial.progress.tokens}
+        payload = encode_snapshot(begun)
+        self._next_snapshot_at = now + len(payload) / _SNAPSHOT_BYTES_PER_S
+        return {key: partial.progress for key, partial in begun.items()}, payload
 
     async def _sample(self, group: _RunningGroup, sample: int) -> Trajectory | SampleFailure:
         if sample in group.finished:

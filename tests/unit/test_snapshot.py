@@ -255,6 +255,26 @@ def test_a_rollout_is_taken_up_again_where_that_is_right(rollout: Rollout, at_s:
     run_virtual(main())
 
 
+def test_a_large_snapshot_is_followed_by_a_longer_pause() -> None:
+    async def main() -> None:
+        generator = ScriptedGenerator(length=constant_length(2_000_000), token_s=1e-5)
+        of = host(generator)
+        await generator.start()
+        task = asyncio.create_task(of.run_group(asked(2, new=2_000_000)))
+        await asyncio.sleep(4.0)
+        taken = await of.snapshot()
+        assert taken is not None
+        pause_s = len(taken[1]) / (4 << 20)
+        assert len(taken[1]) > 2 * 400_000 * 12
+        await asyncio.sleep(pause_s - 0.01)
+        assert await of.snapshot() is None
+        await asyncio.sleep(0.02)
+        assert await of.snapshot() is not None
+        task.cancel()
+
+    run_virtual(main())
+
+
 def test_a_group_that_has_nothing_yet_takes_no_place() -> None:
     async def main() -> None:
         generator = ScriptedGenerator(length=constant_length(10), token_s=0.1, first_token_s=5.0)
