@@ -30,7 +30,7 @@ from asyncrl.algorithms.advantages import group_advantages
 from asyncrl.config import Config
 from asyncrl.errors import (
     BadStepsError,
-    GeneratorError,
+    LostGroupError,
     NothingTrainableError,
 )
 from asyncrl.evaluation import Evaluator
@@ -47,6 +47,7 @@ from asyncrl.metrics import (
 from asyncrl.queues.budget import StalenessBudget
 from asyncrl.queues.experience import ExperienceQueue, Shortfall
 from asyncrl.rollout import GroupRequest
+from asyncrl.snapshot import Salvage
 from asyncrl.types import (
     Batch,
     BatchItem,
@@ -353,9 +354,15 @@ class Controller:
         return self.budget.admissible()
 
     async def _rollout(self, running: _Running, start_version: int) -> None:
-        """One group, from its request to the queue or to its retirement."""
+        """One group, from its request to the queue or to its retirement.
+
+        When its replica dies it goes on elsewhere from what that had, under the admission that it has: none
+        of its tokens is older than its first start, so that its expiry bounds the lag of old and new ones
+        alike. Where nothing is left of it, it starts from nothing, and from the version of now.
+        """
         settings, task = self.config.rollout, running.task
         deaths: list[str] = []
+        salvage: Salvage | None = None
         limit_s = settings.deadline_s + self.config.reward.timeout_s + _ROLLOUT_GRACE_S
         while True:
             request = GroupRequest(
@@ -368,16 +375,20 @@ class Controller:
             )
             try:
                 alone = 0 < len(deaths) == settings.max_attempts - 1
-                meta, payload = await self._pool.run_group(request, limit_s=limit_s, alone=alone)
+                meta, payload = await self._pool.run_group(
+                    request, limit_s=limit_s, alone=alone, salvage=salvage
+                )
                 break
-            except GeneratorError as error:
+            except LostGroupError as error:
                 deaths.append(str(error))
                 log.warning("try %d of %s failed: %s", running.attempt, task.uid, error)
                 if len(deaths) >= settings.max_attempts:
                     self._retire_unusable(task, "failed", poisoned(task.uid, deaths))
                     return
+                salvage = error.salvage
             running.attempt += 1
-            start_version = self.budget.reissue(task.ordinal).start_version
+            if salvage is None:
+                start_version = self.budget.reissue(task.ordinal).start_version
         self._land(task, meta, payload)
 
     def _land(self, task: Task, meta: GroupMeta, payload: Any) -> None:
@@ -700,6 +711,8 @@ class Controller:
             **self._use.metrics(statistics, step_s),
             "generator/replicas_live": float(len(self._pool.live)),
             "generator/restarts": float(self._pool.restarts),
+            "generator/continued_samples": float(self._pool.continued_samples),
+            "generator/continued_tokens": float(self._pool.continued_tokens),
             **self._bias.metrics(),
         }
         self._times = PhaseTimes()

@@ -22,6 +22,7 @@
     │       └── RewardWorkerError   its process died
     ├── InfrastructureError         retried elsewhere, then the run fails
     │   ├── GeneratorError          a replica died or broke
+    │   │   └── LostGroupError      a group that it ran, and what is left of it
     │   ├── VersionGoneError        the last replica that held a version died
     │   ├── LearnerError            a rank died or broke
     │   └── WeightSyncError         a push failed
@@ -39,6 +40,8 @@ All survive pickling, because Ray carries them between processes.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class AsyncRLError(Exception):
@@ -127,6 +130,18 @@ class InfrastructureError(AsyncRLError):
 
 class GeneratorError(InfrastructureError):
     """A generator replica died or broke."""
+
+
+class LostGroupError(GeneratorError):
+    """The replica of a group died or was given up before it had answered."""
+
+    def __init__(self, message: str, salvage: Any = None) -> None:
+        super().__init__(message)
+        self.salvage = salvage
+        """What it had of the group, to go on from elsewhere: a ``Salvage``, or None for nothing."""
+
+    def __reduce__(self) -> tuple[type[LostGroupError], tuple[str, Any]]:
+        return type(self), (str(self), self.salvage)
 
 
 class VersionGoneError(InfrastructureError):

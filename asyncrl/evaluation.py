@@ -1,7 +1,8 @@
 """Evaluation: held-out tasks, answered by one version of the policy.
 
 Invariants:
-- An evaluation is of one version: while it runs, the controller makes no other version live.
+- An evaluation is of one version: while it runs, the controller makes no other version live. What a dead
+  replica had of a prompt is of that version too, and is continued by another that holds it.
 - It stands outside the staleness budget and the ledger.
 - Items are keyed by ordinal, never by prompt text. A sample that fails is counted, never scored 0.
 """
@@ -14,9 +15,10 @@ import statistics
 from collections.abc import Sequence
 
 from asyncrl.config import Config
-from asyncrl.errors import DeadlineError, GeneratorError, NothingTrainableError, VersionGoneError
+from asyncrl.errors import DeadlineError, LostGroupError, NothingTrainableError, VersionGoneError
 from asyncrl.generators.pool import GeneratorPool
 from asyncrl.rollout import GroupRequest
+from asyncrl.snapshot import Salvage
 from asyncrl.types import GroupMeta, Metrics, SampleFailure, SamplingParams, Task
 
 log = logging.getLogger(__name__)
@@ -99,14 +101,16 @@ class Evaluator:
             deadline_s=config.eval.timeout_s,
         )
         limit = config.rollout.max_attempts
+        salvage: Salvage | None = None
         for attempt in range(1, limit + 1):
             try:
                 alone = 1 < attempt == limit
-                meta, _ = await self._pool.run_group(request, version=version, alone=alone)
+                meta, _ = await self._pool.run_group(request, version=version, alone=alone, salvage=salvage)
                 done.append(meta)
                 return
-            except GeneratorError as error:
+            except LostGroupError as error:
                 # The replica is given up, and the pool has said so: this prompt goes to another one.
+                salvage = error.salvage
                 if attempt == limit:
                     log.error("evaluation: %d replicas died with %s: %s", limit, task.uid, error)
                     kind = type(error).__name__

@@ -7,20 +7,32 @@ Invariants:
 - A group's call returns every sample as either a trajectory or a ``SampleFailure``, never neither.
 - A sample that fails does not touch its siblings. At the deadline what has landed is kept.
 - Cancelling the call cancels its samples, and the engine gets their slots back.
+- A group that comes with what another host had of it (``snapshot.py``) is continued: what was finished is
+  neither sampled nor scored again, and a first turn goes on where it was. Of later turns nothing is kept,
+  because an environment's state would be needed too: the rollout runs again from its first turn's answer.
 - An exception that is not a RolloutError (a bug, a dead engine) fails the whole call.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from asyncrl.environments.base import Rollout, RolloutResult, single_turn
 from asyncrl.errors import RolloutError
 from asyncrl.generators.base import Generator
 from asyncrl.queues.codec import encode_group, group_meta
+from asyncrl.snapshot import (
+    GroupKey,
+    PartialGroup,
+    Progress,
+    decode_partial,
+    encode_snapshot,
+    key_of,
+)
 from asyncrl.types import (
     Completion,
     DrawKey,
@@ -32,6 +44,10 @@ from asyncrl.types import (
     Task,
     Trajectory,
 )
+
+_SNAPSHOT_BYTES_PER_S = 4 << 20
+"""A snapshot is followed by none for as long as its bytes take at this rate, so that many long answers (12
+bytes a token) cost the engine's process some hundredths of its time, and the network next to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +83,81 @@ class Scorer(Protocol):
 
 
 class EngineClient:
-    """The ModelClient of one sample: names its requests and its random draws."""
+    """The ModelClient of one sample: names its requests and its random draws.
 
-    def __init__(self, engine: Generator, request: GroupRequest, sample: int) -> None:
+    ``first`` is what another client had of the first turn. It is kept and continued only where that turn
+    asks for the task's prompt and the group's sampling: of another it is not known that it comes again.
+    """
+
+    def __init__(
+        self, engine: Generator, request: GroupRequest, sample: int, first: Completion | None = None
+    ) -> None:
         self._engine = engine
         self._request = request
         self._sample = sample
         self._turn = 0
+        self._first = first
+        self._keeps_first = True
 
     async def complete(self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Sample one continuation of ``prompt_ids``; each call is a turn with draws of its own."""
-        request, turn = self._request, self._turn
+        group, turn = self._request, self._turn
         self._turn += 1
-        attempt = request.attempt + (turn << 16)
-        return await self._engine.generate(
-            GenerationRequest(
-                uid=f"{request.task.uid}:{request.task.ordinal}:{self._sample}:{attempt}",
-                prompt_ids=tuple(prompt_ids),
-                sampling=sampling or request.sampling,
-                key=DrawKey(request.seed, request.task.ordinal, self._sample, attempt),
-            )
+        request = GenerationRequest(
+            uid=self._uid(turn),
+            prompt_ids=tuple(prompt_ids),
+            sampling=sampling or group.sampling,
+            key=DrawKey(group.seed, group.task.ordinal, self._sample, self._attempt(turn)),
         )
+        if turn == 0:
+            asked = (request.prompt_ids, request.sampling)
+            self._keeps_first = asked == (group.task.prompt_ids, group.sampling)
+        if turn > 0 or not self._keeps_first:
+            return await self._engine.generate(request)
+        first = self._first
+        if first is None or first.finish_reason == "abort":
+            self._first = first = await self._engine.generate(replace(request, prefix=first))
+        return first
+
+    def so_far(self, partials: Mapping[str, Completion]) -> Completion | None:
+        """What there is of the first turn, given what the engine has of its running requests.
+
+        Never less than before: an answer that has just ended is no longer running, but may not be here yet.
+        """
+        if not self._keeps_first:
+            return None
+        if self._first is None or self._first.finish_reason == "abort":
+            self._first = partials.get(self._uid(0), self._first)
+        return self._first
+
+    def _attempt(self, turn: int) -> int:
+        return self._request.attempt + (turn << 16)
+
+    def _uid(self, turn: int) -> str:
+        task = self._request.task
+        return f"{task.uid}:{task.ordinal}:{self._sample}:{self._attempt(turn)}"
+
+
+class _RunningGroup:
+    """A group and what it has so far."""
+
+    def __init__(self, engine: Generator, request: GroupRequest, before: PartialGroup | None) -> None:
+        begun = before.begun if before is not None else {}
+        self.request = request
+        self.clients = [EngineClient(engine, request, i, begun.get(i)) for i in range(request.samples)]
+        self.finished = {t.sample: t for t in before.group.trajectories} if before is not None else {}
+
+    def so_far(self, partials: Mapping[str, Completion]) -> PartialGroup:
+        request = self.request
+        group = Group(
+            request.task.ordinal, request.task.uid, request.start_version, tuple(self.finished.values())
+        )
+        begun = {
+            sample: answer
+            for sample, client in enumerate(self.clients)
+            if sample not in self.finished and (answer := client.so_far(partials)) is not None
+        }
+        return PartialGroup(group, begun)
 
 
 class RolloutHost:
@@ -107,13 +177,22 @@ class RolloutHost:
         self._decode = decode
         self._rollout = rollout
         self._encode = encode
+        self._groups: dict[GroupKey, _RunningGroup] = {}
+        self._next_snapshot_at = -math.inf
 
-    async def run_group(self, request: GroupRequest) -> tuple[GroupMeta, bytes]:
-        """All samples of one task, within ``request.deadline_s``; the meta and the encoded group."""
+    async def run_group(self, request: GroupRequest, salvage: bytes | None = None) -> tuple[GroupMeta, bytes]:
+        """All samples of one task, within ``request.deadline_s``; the meta and the encoded group.
+
+        ``salvage``: the payload of a snapshot that holds this group, to go on from.
+        """
+        key = key_of(request.task)
+        before = decode_partial(salvage, key, request.start_version) if salvage is not None else None
+        group = _RunningGroup(self.engine, request, before)
         samples = [
-            asyncio.create_task(self._sample(request, sample), name=f"{request.task.uid}:{sample}")
+            asyncio.create_task(self._sample(group, sample), name=f"{request.task.uid}:{sample}")
             for sample in range(request.samples)
         ]
+        self._groups[key] = group
         try:
             done, late = await asyncio.wait(
                 samples, timeout=request.deadline_s, return_when=asyncio.FIRST_EXCEPTION
@@ -122,6 +201,7 @@ class RolloutHost:
             if broken is not None:
                 broken.result()  # not a RolloutError: the whole call fails with its traceback
         finally:
+            del self._groups[key]
             for sample_task in samples:
                 sample_task.cancel()
             await asyncio.gather(*samples, return_exceptions=True)
@@ -133,13 +213,37 @@ class RolloutHost:
         ]
         trajectories = tuple(o for o in outcomes if isinstance(o, Trajectory))
         failures = tuple(o for o in outcomes if isinstance(o, SampleFailure))
-        group = Group(request.task.ordinal, request.task.uid, request.start_version, trajectories)
-        payload = self._encode(group)
-        return group_meta(group, payload, failures), payload
+        whole = Group(request.task.ordinal, request.task.uid, request.start_version, trajectories)
+        payload = self._encode(whole)
+        return group_meta(whole, payload, failures), payload
 
-    async def _sample(self, request: GroupRequest, sample: int) -> Trajectory | SampleFailure:
+    async def snapshot(self) -> tuple[dict[GroupKey, Progress], bytes] | None:
+        """What the running groups have so far; None where it is too soon for another snapshot."""
+        if not self._groups:
+            return {}, b""
+        now = asyncio.get_running_loop().time()
+        if now < self._next_snapshot_at:
+            return None
+        partials = await self.engine.partials()
+        groups = {key: group.so_far(partials) for key, group in self._groups.items()}
+        begun = {key: partial for key, partial in groups.items() if partial.progress.tokens}
+        payload = encode_snapshot(begun)
+        self._next_snapshot_at = now + len(payload) / _SNAPSHOT_BYTES_PER_S
+        return {key: partial.progress for key, partial in begun.items()}, payload
+
+    async def _sample(self, group: _RunningGroup, sample: int) -> Trajectory | SampleFailure:
+        if sample in group.finished:
+            return group.finished[sample]
+        outcome = await self._sample_anew(group.request, sample, group.clients[sample])
+        if isinstance(outcome, Trajectory):
+            group.finished[sample] = outcome
+        return outcome
+
+    async def _sample_anew(
+        self, request: GroupRequest, sample: int, client: EngineClient
+    ) -> Trajectory | SampleFailure:
         try:
-            result = await self._rollout(request.task, EngineClient(self.engine, request, sample))
+            result = await self._rollout(request.task, client)
             text = self._decode(result.token_ids.tolist())
             score = await self._scorer.score(request.task, text, result)
         except RolloutError as error:

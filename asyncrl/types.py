@@ -60,16 +60,6 @@ class DrawKey:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """One continuation to sample. ``uid`` is unique among the engine's running requests."""
-
-    uid: str
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    key: DrawKey
-
-
-@dataclass(frozen=True, slots=True)
 class Completion:
     """What an engine sampled: arrays of one length (T,); EOS, where sampled, is included."""
 
@@ -79,6 +69,36 @@ class Completion:
     versions: Int32Array
     """Policy version that sampled each token."""
     finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One continuation to sample. ``uid`` is unique among the engine's running requests."""
+
+    uid: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    key: DrawKey
+    prefix: Completion | None = None
+    """The beginning of the answer, sampled by another engine that did not get to its end. It becomes
+    part of the completion as it is, and ``sampling.max_new_tokens`` counts it."""
+
+    @property
+    def given(self) -> int:
+        """Length of the prefix."""
+        return 0 if self.prefix is None else len(self.prefix.token_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        """Upper bound of the tokens that are still to be sampled."""
+        return self.sampling.max_new_tokens - self.given
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """What the next token is conditioned on: prompt and prefix."""
+        if self.prefix is None:
+            return self.prompt_ids
+        return (*self.prompt_ids, *self.prefix.token_ids.tolist())
 
 
 @dataclass(frozen=True, slots=True)

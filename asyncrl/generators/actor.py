@@ -3,14 +3,15 @@
 Invariants:
 - Control calls have a concurrency group of their own, so that a push or a ping never waits behind
   rollouts.
-- A payload is a return value of ``run_group``: the controller's process owns it, and it outlives
-  the actor.
+- A payload is a return value of ``run_group`` or ``snapshot``: the controller's process owns it, and it
+  outlives the actor.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -18,16 +19,18 @@ from typing import Any, TypeVar
 
 import psutil
 import ray
-from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError
 
 from asyncrl.config import Config
 from asyncrl.errors import GeneratorError
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
 from asyncrl.placement import actor_options, pin_process
 from asyncrl.rollout import GroupRequest, RolloutHost
+from asyncrl.snapshot import GroupKey, Progress, Snapshot
 from asyncrl.types import GroupMeta
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ROLLOUT_CALLS = 100_000
@@ -60,8 +63,27 @@ class GeneratorActor:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     @ray.method(concurrency_group="generate")
-    async def run_group(self, request: GroupRequest) -> tuple[GroupMeta, bytes]:
-        return await self._started().run_group(request)
+    async def run_group(
+        self, request: GroupRequest, salvage: list[ray.ObjectRef[bytes]]
+    ) -> tuple[GroupMeta, bytes]:
+        """``salvage`` holds one reference or none; in a list, so that its loss does not fail the call."""
+        host = self._started()
+        return await host.run_group(request, await self._fetched(request, salvage))
+
+    async def _fetched(self, request: GroupRequest, salvage: list[ray.ObjectRef[bytes]]) -> bytes | None:
+        if not salvage:
+            return None
+        try:
+            payload: bytes = await salvage[0]
+        except ObjectLostError as error:
+            log.warning("%s starts from nothing: its snapshot is lost: %s", request.task.uid, error)
+            return None
+        return payload
+
+    @ray.method(concurrency_group="control")
+    async def snapshot(self) -> tuple[dict[GroupKey, Progress] | None, bytes]:
+        """None: it is too soon for another one."""
+        return await self._at_home(self._started().snapshot()) or (None, b"")
 
     @ray.method(concurrency_group="control")
     async def ping(self) -> None:
@@ -138,8 +160,9 @@ class RayReplica:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._process = psutil.Process(pid)
 
-    async def run_group(self, request: GroupRequest) -> tuple[GroupMeta, Any]:
-        meta_ref, payload_ref = self._actor.run_group.options(num_returns=2).remote(request)
+    async def run_group(self, request: GroupRequest, salvage: Any = None) -> tuple[GroupMeta, Any]:
+        given = [] if salvage is None else [salvage]
+        meta_ref, payload_ref = self._actor.run_group.options(num_returns=2).remote(request, given)
         try:
             meta: GroupMeta = await self._call(meta_ref)
         except asyncio.CancelledError:
@@ -147,6 +170,11 @@ class RayReplica:
             ray.cancel(meta_ref)
             raise
         return meta, payload_ref
+
+    async def snapshot(self) -> Snapshot | None:
+        groups_ref, payload_ref = self._actor.snapshot.options(num_returns=2).remote()
+        groups: dict[GroupKey, Progress] | None = await self._call(groups_ref)
+        return None if groups is None else Snapshot(groups, payload_ref)
 
     async def ping(self) -> None:
         await self._call(self._actor.ping.remote())

@@ -7,6 +7,8 @@ Invariants:
   log-prob under the distribution that was really sampled from.
 - ``live_version`` never goes down, and changes only inside ``swap``.
 - Equal ``DrawKey`` and equal logits give an equal token.
+- An answer that is continued from a prefix is as good as one that was never interrupted: its tokens are
+  drawn from the same distributions, and each carries the version and the log-prob of its own engine.
 """
 
 from __future__ import annotations
@@ -57,6 +59,15 @@ class Generator(Protocol):
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one continuation; cancelling the awaiting task aborts the sequence."""
+        ...
+
+    async def partials(self) -> dict[str, Completion]:
+        """What running requests have so far, by uid, with ``finish_reason`` abort: prefixes to go on from.
+
+        Only those that have sampled something here, and none from an engine that promises bits: keys and
+        values that are computed anew from a prefix may differ in the last ones. May take as long as one
+        forward pass.
+        """
         ...
 
     async def abort(self, uid: str) -> None:

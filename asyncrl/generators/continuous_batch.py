@@ -4,7 +4,8 @@ Invariants:
 - A row's position is that of the token fed next; keys and values exist for all before it, and the
   token sampled from it stands at position + 1, with its log-prob and the live version.
 - A sequence leaves its row in the step that ends it.
-- A prompt's keys and values are shared only between rows prefilled under the live version.
+- A context's (prompt and prefix) keys and values are shared only between rows prefilled under the live
+  version.
 - Relaxed: the rows in use are the first ones, attention runs over the longest of them.
   Fixed: every row runs in every step over ``max_sequence``, so a row's bits depend on it alone.
 - Everything here belongs to one thread; the counters may be read from others.
@@ -52,12 +53,12 @@ Ended = tuple[Admission, Completion]
 class _Row:
     admission: Admission
     request: GenerationRequest
-    prompt: bytes
-    """The prompt's ids as bytes: compares fast, and its hash is computed once."""
+    context: bytes
+    """The ids of prompt and prefix as bytes: compares fast, and its hash is computed once."""
     born: int
     """Number of the step in which its position would have been 0."""
     prefilled_at: int | None
-    """Version that computed the prompt's keys and values; None once they were recomputed."""
+    """Version that computed the context's keys and values; None once they were recomputed."""
 
 
 class ContinuousBatch:
@@ -121,9 +122,11 @@ class ContinuousBatch:
         length = self._tokens.shape[1]
         tokens = np.zeros((len(targets), length), dtype=np.int64)
         uniforms = np.zeros((len(targets), length), dtype=np.float32)
+        logprobs = np.zeros((len(targets), length), dtype=np.float32)
+        versions = np.zeros((len(targets), length), dtype=np.int32)
         scalars = np.zeros((4, len(targets), 1), dtype=np.int64)
         sources = {
-            row.prompt: i
+            row.context: i
             for i, row in enumerate(self._rows)
             if row is not None and row.prefilled_at == self.live_version
         }
@@ -131,23 +134,30 @@ class ContinuousBatch:
         copies: dict[int, list[int]] = {}
         for i, admission in enumerate(admissions):
             request = admission.request
-            ids = np.asarray(request.prompt_ids, dtype=np.int64)
-            start, end = len(ids), len(ids) + request.sampling.max_new_tokens
-            tokens[i, :start] = ids
+            ids = np.asarray(request.context_ids, dtype=np.int64)
+            # The answer starts after the prompt, and the first token sampled here after the prefix.
+            start, first = len(request.prompt_ids), len(ids)
+            end = start + request.sampling.max_new_tokens
+            tokens[i, :first] = ids
             uniforms[i, start:end] = uniform_draws(request.key, end - start)
-            scalars[:, i, 0] = (start - 1, 1, end - 1, not request.sampling.ignore_eos)
-            prompt = ids.tobytes()
-            born = self._steps - (start - 1)
-            self._rows[targets[i]] = _Row(admission, request, prompt, born, self.live_version)
-            if prompt in sources:
-                copies.setdefault(sources[prompt], []).append(targets[i])
+            if request.prefix is not None:
+                logprobs[i, start:first] = request.prefix.logprobs
+                versions[i, start:first] = request.prefix.versions
+            scalars[:, i, 0] = (first - 1, 1, end - 1, not request.sampling.ignore_eos)
+            context = ids.tobytes()
+            born = self._steps - (first - 1)
+            self._rows[targets[i]] = _Row(admission, request, context, born, self.live_version)
+            if context in sources:
+                copies.setdefault(sources[context], []).append(targets[i])
             else:
-                sources[prompt] = targets[i]
+                sources[context] = targets[i]
                 leaders.append(targets[i])
         where = torch.tensor(targets, device=self._tokens.device)
         columns = (self._position, self._advance, self._last, self._heeds_eos)
         for column, values in zip(
-            (self._tokens, self._uniforms, *columns), (tokens, uniforms, *scalars), strict=True
+            (self._tokens, self._uniforms, self._logprobs, self._versions, *columns),
+            (tokens, uniforms, logprobs, versions, *scalars),
+            strict=True,
         ):
             column[where] = torch.from_numpy(values).to(column.device, column.dtype)
         self.running += len(targets)
@@ -156,7 +166,7 @@ class ContinuousBatch:
         for source, group in copies.items():
             row = self._rows[source]
             assert row is not None
-            self._runner.kv.copy(source, group, len(row.request.prompt_ids) - 1)
+            self._runner.kv.copy(source, group, len(row.request.prompt_ids) + row.request.given - 1)
 
     def _prefill(self, rows: Sequence[int]) -> None:
         """Compute keys and values before the position of each of ``rows``."""
@@ -247,6 +257,14 @@ class ContinuousBatch:
         start = max(len(row.request.prompt_ids), end - stop.window)
         return stop.found_in(self._tokens[index, start:end].tolist())
 
+    def partials(self) -> dict[str, Completion]:
+        """What each running sequence has so far, by its request's uid; those without a new token left out."""
+        return {
+            row.request.uid: self._answer(index, "abort")
+            for index, row in enumerate(self._rows)
+            if row is not None and self._position_of(index) >= len(row.request.prompt_ids) + row.request.given
+        }
+
     def abort(self, admission: Admission) -> Ended | None:
         """End a sequence now, with what it has; None where it does not run."""
         for index, row in enumerate(self._rows):
@@ -254,7 +272,7 @@ class ContinuousBatch:
                 return self._remove(index, "abort")
         return None
 
-    def _remove(self, index: int, reason: FinishReason) -> Ended:
+    def _answer(self, index: int, reason: FinishReason) -> Completion:
         row = self._rows[index]
         assert row is not None
         start, end = len(row.request.prompt_ids), self._position_of(index) + 1
@@ -264,19 +282,24 @@ class ContinuousBatch:
                 f"request {row.request.uid}: {np.sum(~np.isfinite(logprobs))} of {end - start} log-probs are "
                 f"not finite at version {self.live_version}: the weights hold NaN or infinity"
             )
-        completion = Completion(
+        return Completion(
             token_ids=_int32(self._tokens[index, start:end]),
             logprobs=logprobs,
             versions=_int32(self._versions[index, start:end]),
             finish_reason=reason,
         )
+
+    def _remove(self, index: int, reason: FinishReason) -> Ended:
+        row = self._rows[index]
+        assert row is not None
+        completion = self._answer(index, reason)
         self._rows[index] = None
         self._position[index] = 0
         self._advance[index] = 0
         self._last[index] = self._tokens.shape[1]
         self._heeds_eos[index] = False
         self.running -= 1
-        self.forfeited += row.request.sampling.max_new_tokens - (end - start)
+        self.forfeited += row.request.sampling.max_new_tokens - len(completion.token_ids)
         self._changed = True
         return row.admission, completion
 

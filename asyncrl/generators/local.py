@@ -6,6 +6,7 @@ from typing import Any
 
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
 from asyncrl.rollout import GroupRequest, RolloutHost
+from asyncrl.snapshot import Snapshot
 from asyncrl.types import GroupMeta
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 
@@ -25,8 +26,12 @@ class LocalReplica:
     async def start(self) -> None:
         await self._host.engine.start()
 
-    async def run_group(self, request: GroupRequest) -> tuple[GroupMeta, Any]:
-        return await self._host.run_group(request)
+    async def run_group(self, request: GroupRequest, salvage: Any = None) -> tuple[GroupMeta, Any]:
+        return await self._host.run_group(request, salvage)
+
+    async def snapshot(self) -> Snapshot | None:
+        taken = await self._host.snapshot()
+        return None if taken is None else Snapshot(*taken)
 
     async def ping(self) -> None:
         await self._host.engine.check_health()

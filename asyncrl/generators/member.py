@@ -5,6 +5,7 @@ Invariants:
 - Whoever awaits ``call`` hears of the death at once, with GeneratorError, however deep the replica
   hangs; a call that fails with GeneratorError is itself the death.
 - A member takes work only while ``live``, and is let in only at the version that it holds.
+- Its newest snapshot stays with it when it dies, for its groups to go on from elsewhere.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from asyncrl.errors import GeneratorError, InfrastructureError
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
 from asyncrl.rollout import GroupRequest
+from asyncrl.snapshot import GroupKey, Snapshot
 from asyncrl.types import GroupMeta
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 
@@ -38,11 +40,16 @@ class Replica(Protocol):
 
     async def start(self) -> None: ...
 
-    async def run_group(self, request: GroupRequest) -> tuple[GroupMeta, Any]:
+    async def run_group(self, request: GroupRequest, salvage: Any = None) -> tuple[GroupMeta, Any]:
         """The group's meta, and a reference to (or the bytes of) its payload.
 
+        ``salvage``: the payload of another replica's snapshot that holds the group, to go on from.
         Cancelling the awaiting task cancels the rollout and frees its slots.
         """
+        ...
+
+    async def snapshot(self) -> Snapshot | None:
+        """What its groups have so far, where its death does not reach it; None: the one before will do."""
         ...
 
     async def ping(self) -> None:
@@ -83,10 +90,12 @@ class Member:
     completed: int = 0
     """Groups that came back."""
     outstanding_tokens: int = 0
-    groups: set[tuple[str, int]] = field(default_factory=set)
+    groups: set[GroupKey] = field(default_factory=set)
     """Uid and ordinal of each group that it works on, evaluation included."""
     reserved: bool = False
     """It gets no other work, for the sake of a group that is to run alone."""
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    """The newest one."""
     _died: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -147,13 +156,32 @@ class Member:
             self.give_up(str(error))
 
     async def watch(self, every_s: float, timeout_s: float) -> None:
-        """Check it each ``every_s`` seconds; returns once it is dead, for whatever reason."""
-        while self.alive:
-            try:
-                async with asyncio.timeout(every_s):
-                    await self._died.wait()
-            except TimeoutError:
-                await self.check(timeout_s)
+        """Check it each ``every_s`` seconds, and then ask it for a snapshot while it has groups.
+
+        Returns once it is dead, for whatever reason. A snapshot may take as long as a forward pass and is
+        no sign of health: the checks go on meanwhile, and its deadline is the replica's end.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            look: asyncio.Task[None] | None = None
+            while self.alive:
+                try:
+                    async with asyncio.timeout(every_s):
+                        await self._died.wait()
+                except TimeoutError:
+                    await self.check(timeout_s)
+                    if not self.groups:
+                        self.snapshot = Snapshot()
+                    elif look is None or look.done():
+                        look = tasks.create_task(self._look(), name=f"snapshot of {self.name}")
+
+    async def _look(self) -> None:
+        """Take a snapshot; where the replica dies of it or meanwhile, the one before stays."""
+        try:
+            taken = await self.call(self.replica.snapshot())
+        except GeneratorError:
+            return  # given up by this, and whoever works with it hears of it there
+        if taken is not None:
+            self.snapshot = taken
 
     def describe(self) -> str:
         """A line of a stall report."""

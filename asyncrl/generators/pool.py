@@ -4,7 +4,8 @@ Invariants:
 - Work goes to the live replica with the fewest outstanding tokens (ties: the first). A group, with all
   turns of all its samples, stays on the replica that it was given to.
 - A replica that failed, hangs or was given up takes no new work, and its requests fail at once with
-  GeneratorError, for the caller to issue again. It is killed before another of its name starts.
+  LostGroupError, for the caller to issue again, with what there was of them by the replica's last
+  snapshot. It is killed before another of its name starts.
 - A restarted replica takes work only once the publisher has let it in at a version.
 - ``live_version`` is the oldest version among the replicas that take new work.
 - Work that is to run alone waits for a replica to empty itself, and keeps others off it meanwhile.
@@ -19,10 +20,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from asyncrl.errors import GeneratorError, NoGeneratorError, VersionGoneError
+from asyncrl.errors import GeneratorError, LostGroupError, NoGeneratorError, VersionGoneError
 from asyncrl.generators.base import GeneratorStatistics
 from asyncrl.generators.member import Member, Replica
 from asyncrl.rollout import GroupRequest
+from asyncrl.snapshot import Salvage, key_of
 from asyncrl.types import GroupMeta
 from asyncrl.waiting import Signal
 
@@ -57,6 +59,10 @@ class GeneratorPool:
         self.members = [Member(replica, self._changed.notify) for replica in replicas]
         self.restarts = 0
         """Replicas started anew so far, over all."""
+        self.continued_samples = 0
+        """Answers that another replica had finished or begun when it died, and that were not begun again."""
+        self.continued_tokens = 0
+        """Tokens of these: what was not sampled a second time."""
         self._restart = restart
         self._max_restarts = max_restarts
         self._health_every_s = health_every_s
@@ -109,35 +115,56 @@ class GeneratorPool:
         limit_s: float | None = None,
         version: int | None = None,
         alone: bool = False,
+        salvage: Salvage | None = None,
     ) -> tuple[GroupMeta, Any]:
         """Run a group on the least loaded live replica, waiting for one where all are being restarted.
 
         ``limit_s``: a replica that has not answered after so many seconds is taken for hung. ``version``:
         only on a replica that is live at that very version. ``alone``: with no other group beside it, so
-        that it is known what the replica died of.
+        that it is known what the replica died of. ``salvage``: what an earlier replica had of this very
+        request, to go on from.
 
-        Raises GeneratorError when the replica dies or is given up; NoGeneratorError when none is left;
-        VersionGoneError when the last replica at ``version`` died and the policy has moved on.
+        Raises LostGroupError, with what can be salvaged now, when the replica dies or is given up;
+        NoGeneratorError when none is left; VersionGoneError when the last replica at ``version`` died and
+        the policy has moved on.
         """
         member = await (self._reserve(version) if alone else self._choose(version))
-        member.outstanding_tokens += request.max_tokens
-        key = (request.task.uid, request.task.ordinal)
+        key, tokens, payload = key_of(request.task), request.max_tokens, None
+        if salvage is not None:
+            payload = salvage.payload
+            tokens -= salvage.progress.tokens
+            self._count_continued(salvage, request, member)
+        member.outstanding_tokens += tokens
         member.groups.add(key)
         try:
             async with asyncio.timeout(limit_s):
-                outcome = await member.call(member.replica.run_group(request))
+                outcome = await member.call(member.replica.run_group(request, payload))
         except TimeoutError:
             why = f"{member.name} did not answer for {request.task.uid} in {limit_s:g} s"
             member.give_up(why)
-            raise GeneratorError(why) from None
+            raise LostGroupError(why, member.snapshot.salvage(key) or salvage) from None
+        except GeneratorError as error:
+            raise LostGroupError(str(error), member.snapshot.salvage(key) or salvage) from error
         finally:
-            member.outstanding_tokens -= request.max_tokens
+            member.outstanding_tokens -= tokens
             member.groups.discard(key)
             member.reserved &= not alone
             self._changed.notify()
         if member.alive:  # what was decided at its death stands
             member.completed += 1
         return outcome
+
+    def _count_continued(self, salvage: Salvage, request: GroupRequest, member: Member) -> None:
+        progress = salvage.progress
+        self.continued_samples += progress.samples
+        self.continued_tokens += progress.tokens
+        log.info(
+            "%s goes on from %d tokens of %d samples on %s",
+            request.task.uid,
+            progress.tokens,
+            progress.samples,
+            member.name,
+        )
 
     async def _choose(self, version: int | None) -> Member:
         def able(pool: GeneratorPool) -> list[Member]:

@@ -1,4 +1,4 @@
-"""What every engine asks of a request before it takes it, and the answer that holds nothing."""
+"""What every engine asks of a request before it takes it, and how its answer is put together."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def check_request(
         raise RolloutError(f"request {request.uid} has an empty prompt; at least one token is needed")
     if sampling.max_new_tokens < 1:
         raise RolloutError(f"request {request.uid}: max_new_tokens is {sampling.max_new_tokens}, not >= 1")
+    if request.max_tokens < 1:
+        raise RolloutError(
+            f"request {request.uid} brings {request.given} tokens of its answer along, but max_new_tokens is "
+            f"{sampling.max_new_tokens}: nothing is left to sample"
+        )
     total = len(prompt) + sampling.max_new_tokens
     if total > limit:
         raise RolloutError(
@@ -44,3 +49,16 @@ def nothing_sampled() -> Completion:
     """What a request has that is aborted before its first token."""
     ids = np.zeros(0, dtype=np.int32)
     return Completion(ids, np.zeros(0, dtype=np.float32), ids.copy(), "abort")
+
+
+def whole_answer(request: GenerationRequest, sampled: Completion) -> Completion:
+    """The answer: the prefix that the request brought along, then what was sampled here."""
+    prefix = request.prefix
+    if prefix is None:
+        return sampled
+    return Completion(
+        np.concatenate((prefix.token_ids, sampled.token_ids)),
+        np.concatenate((prefix.logprobs, sampled.logprobs)),
+        np.concatenate((prefix.versions, sampled.versions)),
+        sampled.finish_reason,
+    )

@@ -22,10 +22,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncrl.errors import GeneratorError
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
 from asyncrl.generators.draws import draw_stream
+from asyncrl.generators.requests import whole_answer
 from asyncrl.types import Completion, FinishReason, GenerationRequest, Int32Array
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 
@@ -55,7 +57,7 @@ def scripted_length(by_sample: Mapping[tuple[int, int], int], default: int) -> L
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What goes wrong in a request, once it has sampled ``after_tokens`` tokens.
+    """What goes wrong in a request, once its answer has ``after_tokens`` tokens.
 
     ``raise``: its ``generate`` raises GeneratorError. ``die``: the whole generator breaks, all its
     requests with it. ``hang``: it never ends, and holds its slot until it is aborted or cancelled.
@@ -73,7 +75,7 @@ class _Sequence:
     reason: FinishReason
     failure: Failure | None
     begun: float = 0.0
-    """Work at which its first token began."""
+    """Work at which its first token began; with a prefix, at which it would have."""
     pace: float = 1.0
     """Work that one of its tokens takes."""
 
@@ -160,7 +162,7 @@ class ScriptedGenerator:
         sequence = _Sequence(
             request=request,
             done=asyncio.get_running_loop().create_future(),
-            length=min(length, limit),
+            length=max(min(length, limit), request.given + 1),
             reason="stop" if length <= limit else "length",
             failure=self.failure(request),
         )
@@ -177,6 +179,17 @@ class ScriptedGenerator:
                 self._leave(sequence)
                 self._reschedule()
 
+    async def partials(self) -> dict[str, Completion]:
+        """What running requests would have by now, by uid."""
+        await self._thaw()
+        self._advance()
+        sampled = {uid: self._sampled(sequence) for uid, sequence in self._running.items()}
+        return {
+            uid: self._answer(sequence, sampled[uid], "abort")
+            for uid, sequence in self._running.items()
+            if sampled[uid] > sequence.request.given
+        }
+
     async def abort(self, uid: str) -> None:
         """End a request now, with the tokens that it would have by now."""
         self._advance()
@@ -184,7 +197,8 @@ class ScriptedGenerator:
         if sequence is not None:
             self._finish(sequence, self._sampled(sequence), "abort")
         elif uid in self._waiting:
-            self._settle(self._waiting.pop(uid), 0, "abort")
+            waiting = self._waiting.pop(uid)
+            self._settle(waiting, waiting.request.given, "abort")
         self._reschedule()
 
     async def pause(self) -> None:
@@ -255,12 +269,13 @@ class ScriptedGenerator:
         clock = self._advance() if started else self._clock
         sampled = {uid: self._sampled(sequence) for uid, sequence in self._running.items()}
         left = sum(s.request.sampling.max_new_tokens - sampled[uid] for uid, s in self._running.items())
+        fresh = sum(sampled[uid] - s.request.given for uid, s in self._running.items())
         return GeneratorStatistics(
             live_version=self.live_version,
             running=len(self._running),
             waiting=len(self._waiting),
-            outstanding_tokens=left + sum(s.request.sampling.max_new_tokens for s in self._waiting.values()),
-            tokens=self._tokens + sum(sampled.values()),
+            outstanding_tokens=left + sum(s.request.max_tokens for s in self._waiting.values()),
+            tokens=self._tokens + fresh,
             prefill_tokens=self._prefill_tokens,
             busy_s=clock.busy_s if clock else 0.0,
             slot_s=clock.slot_s if clock else 0.0,
@@ -339,7 +354,7 @@ class ScriptedGenerator:
     def _sampled(self, sequence: _Sequence) -> int:
         assert self._clock is not None
         done = (self._clock.work - sequence.begun) / sequence.pace
-        return min(max(0, math.floor(done + 1e-9)), sequence.length)
+        return min(max(sequence.request.given, math.floor(done + 1e-9)), sequence.length)
 
     def _reschedule(self) -> None:
         """Admit what fits, and set the one timer to the next end of a sequence."""
@@ -364,12 +379,12 @@ class ScriptedGenerator:
         request = sequence.request
         if self.duration_s is not None:
             sequence.pace = self.duration_s(request) / (self.token_s * max(1, sequence.length))
-        sequence.begun = clock.work + self.first_token_s / self.token_s
+        sequence.begun = clock.work + self.first_token_s / self.token_s - request.given * sequence.pace
         self._running[request.uid] = sequence
-        self._prefill_tokens += len(request.prompt_ids)
+        self._prefill_tokens += len(request.prompt_ids) + request.given
         failure, tokens = sequence.failure, sequence.length
         if failure is not None:
-            tokens = min(failure.after_tokens, tokens)
+            tokens = max(request.given, min(failure.after_tokens, tokens))
         if failure is None or failure.kind != "hang":
             self._admitted += 1
             heapq.heappush(self._due, (sequence.begun + tokens * sequence.pace, self._admitted, sequence))
@@ -392,7 +407,7 @@ class ScriptedGenerator:
         self._reschedule()
 
     def _leave(self, sequence: _Sequence) -> None:
-        self._tokens += self._sampled(sequence)
+        self._tokens += self._sampled(sequence) - sequence.request.given
         del self._running[sequence.request.uid]
 
     def _finish(self, sequence: _Sequence, tokens: int, reason: FinishReason) -> None:
@@ -400,21 +415,23 @@ class ScriptedGenerator:
         self._settle(sequence, tokens, reason)
 
     def _settle(self, sequence: _Sequence, tokens: int, reason: FinishReason) -> None:
-        if sequence.done.done():
-            return
-        key = sequence.request.key
-        first = key.ordinal * 7919 + key.sample * 104729 + key.attempt
-        sequence.done.set_result(
-            Completion(
-                token_ids=((first + np.arange(tokens)) % self.vocab_size).astype(np.int32),
-                logprobs=np.full(tokens, -math.log(self.vocab_size), dtype=np.float32),
-                versions=self._versions_of(sequence, tokens),
-                finish_reason=reason,
-            )
-        )
+        if not sequence.done.done():
+            sequence.done.set_result(self._answer(sequence, tokens, reason))
 
-    def _versions_of(self, sequence: _Sequence, tokens: int) -> Int32Array:
+    def _answer(self, sequence: _Sequence, tokens: int, reason: FinishReason) -> Completion:
+        """The first ``tokens`` of an answer, those of its prefix included."""
+        request, given = sequence.request, sequence.request.given
+        first = request.key.ordinal * 7919 + request.key.sample * 104729 + request.key.attempt
+        sampled = Completion(
+            token_ids=((first + np.arange(given, tokens)) % self.vocab_size).astype(np.int32),
+            logprobs=np.full(tokens - given, -math.log(self.vocab_size), dtype=np.float32),
+            versions=self._versions_of(sequence, np.arange(given, tokens)),
+            finish_reason=reason,
+        )
+        return whole_answer(request, sampled)
+
+    def _versions_of(self, sequence: _Sequence, tokens: npt.NDArray[np.int64]) -> Int32Array:
         """Token i is sampled at work begun + (i + 1) * pace; a swap at that very work comes after it."""
-        sampled_at = sequence.begun + (np.arange(tokens) + 1) * sequence.pace
+        sampled_at = sequence.begun + (tokens + 1) * sequence.pace
         era = np.searchsorted(np.asarray(self._boundaries), sampled_at - 1e-9, side="left")
         return np.asarray(self._versions, dtype=np.int32)[era]

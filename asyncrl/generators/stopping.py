@@ -28,3 +28,12 @@ class StopStrings:
         """Whether the text of ``token_ids`` holds one of the strings."""
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return any(string in text for string in self._strings)
+
+    def end_across(self, token_ids: Sequence[int], seam: int) -> int | None:
+        """Tokens up to the end of the first stop string that begins before ``seam`` and ends after it.
+
+        None where there is no such. The caller knows that no string lies in the first ``seam`` tokens, and
+        that the answer ends with one that lies wholly behind them.
+        """
+        ends = range(seam + 1, min(seam + self.window, len(token_ids)) + 1)
+        return next((end for end in ends if self.found_in(token_ids[max(0, end - self.window) : end])), None)

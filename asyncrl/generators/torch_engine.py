@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,13 +32,14 @@ from asyncrl.config import Dtype
 from asyncrl.errors import ConfigError, DeadlineError, GeneratorError, RolloutError
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
 from asyncrl.generators.continuous_batch import Admission, ContinuousBatch, Ended, fixed_rows
-from asyncrl.generators.requests import check_request, nothing_sampled
+from asyncrl.generators.requests import check_request, nothing_sampled, whole_answer
 from asyncrl.generators.runner import CausalLM, DeviceName, ModelRunner, load_model, resolve_device
 from asyncrl.generators.stopping import StopStrings
 from asyncrl.generators.weights import DoubleBufferedWeights
 from asyncrl.types import Completion, GenerationRequest
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 30.0
 """Longest wait for the decode thread to end; a forward pass may be running."""
@@ -49,7 +50,7 @@ class _Order:
     """Something for the decode thread to do between two tokens."""
 
     run: Callable[[], object]
-    done: asyncio.Future[object] | None = None
+    done: asyncio.Future[Any] | None = None
     """Settled afterwards, where somebody waits."""
 
 
@@ -187,7 +188,7 @@ class TorchEngine:
             self._waiting[admission] = None
             self._changed.notify()
         self._pending[request.uid] = (admission, future)
-        self._submitted_tokens += request.sampling.max_new_tokens
+        self._submitted_tokens += request.max_tokens
         try:
             return await future
         except asyncio.CancelledError:
@@ -215,8 +216,15 @@ class TorchEngine:
             if admission not in self._waiting:
                 return False
             del self._waiting[admission]
-        self._submitted_tokens -= admission.request.sampling.max_new_tokens
+        self._submitted_tokens -= admission.request.max_tokens
         return True
+
+    async def partials(self) -> dict[str, Completion]:
+        """What running sequences have so far, by uid; nothing with ``deterministic``, see the Protocol."""
+        self._require_running()
+        batch = self._batch
+        assert batch is not None
+        return {} if self._deterministic else await self._order(batch.partials)
 
     async def abort(self, uid: str) -> None:
         """End a request now; its ``generate`` returns what it has. Unknown uids are ignored."""
@@ -225,7 +233,7 @@ class TorchEngine:
             return
         admission, future = self._pending[uid]
         if self._withdraw(admission):
-            _settle(future, nothing_sampled())
+            _settle(future, whole_answer(admission.request, nothing_sampled()))
         else:
             await self._order(lambda: self._abort_running(admission))
 
@@ -331,9 +339,9 @@ class TorchEngine:
         if self._closing:
             raise GeneratorError("the engine was closed")
 
-    async def _order(self, run: Callable[[], object]) -> object:
+    async def _order(self, run: Callable[[], T]) -> T:
         assert self._loop is not None
-        done: asyncio.Future[object] = self._loop.create_future()
+        done: asyncio.Future[T] = self._loop.create_future()
         self._enqueue(_Order(run, done))
         return await done
 

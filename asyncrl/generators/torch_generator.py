@@ -31,6 +31,9 @@ class TorchGenerator:
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._engine.generate(request)
 
+    async def partials(self) -> dict[str, Completion]:
+        return await self._engine.partials()
+
     async def abort(self, uid: str) -> None:
         await self._engine.abort(uid)
 

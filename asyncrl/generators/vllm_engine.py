@@ -31,8 +31,9 @@ from asyncrl.errors import (
     WeightSyncError,
 )
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
-from asyncrl.generators.requests import check_request, nothing_sampled
-from asyncrl.generators.vllm_answers import completion_of, request_seed
+from asyncrl.generators.requests import check_request, nothing_sampled, whole_answer
+from asyncrl.generators.stopping import StopStrings
+from asyncrl.generators.vllm_answers import completion_of, cut_across, partial_of, request_seed
 from asyncrl.generators.vllm_meter import Meter
 from asyncrl.generators.vllm_plugin import BACKEND, WORKER_EXTENSION, register
 from asyncrl.generators.vllm_settings import VLLMSettings, cpu_cache_bytes, environment, has_tokenizer
@@ -252,11 +253,16 @@ class VLLMEngine:
                     await self._open.wait()
                 self._require_running()
                 if sequence.aborted:
-                    return nothing_sampled()
+                    return whole_answer(request, nothing_sampled())
                 sequence.again = False
                 output = await self._with_engine(self._sample(sequence))
                 if not sequence.again:
-                    return completion_of(request.uid, output, sequence.starts)
+                    answer = completion_of(request.uid, output, sequence.starts)
+                    whole = whole_answer(request, answer)
+                    if request.given and request.sampling.stop:
+                        stop = StopStrings(request.sampling.stop, self._engine.get_tokenizer())
+                        return cut_across(whole, request.given, stop)
+                    return whole
         finally:
             del self._sequences[request.uid]
 
@@ -267,7 +273,7 @@ class VLLMEngine:
 
         request = sequence.request
         salt = str(self._live_version) if self._settings.prefix_caching else None
-        prompt = tokens_input(list(request.prompt_ids), cache_salt=salt)
+        prompt = tokens_input(list(request.context_ids), cache_salt=salt)
         sequence.handed_over = True
         sequence.starts = [(self._live_version, 0)]
         self._meter.begin()
@@ -289,11 +295,11 @@ class VLLMEngine:
 
         sampling = request.sampling
         return VLLMSampling(
-            max_tokens=sampling.max_new_tokens,
+            max_tokens=request.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            seed=request_seed(request.key),
+            seed=request_seed(request.key, request.given),
             stop=list(sampling.stop),
             include_stop_str_in_output=bool(sampling.stop),
             # EOS comes from the model's files, as for the torch engine, and not from the tokenizer.
@@ -305,6 +311,26 @@ class VLLMEngine:
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
+    async def partials(self) -> dict[str, Completion]:
+        """What running requests have so far, by uid; those without a new token left out."""
+        self._require_running()
+        found = {}
+        for uid, state in self._states():
+            sequence = self._sequences[uid]
+            sampled = partial_of(uid, state, sequence.starts)
+            if len(sampled.token_ids):
+                found[uid] = whole_answer(sequence.request, sampled)
+        return found
+
+    def _states(self) -> list[tuple[str, Any]]:
+        """uid and vLLM's own state of each request that it has not ended."""
+        processor = self._engine.output_processor
+        return [
+            (uid, processor.request_states[internal])
+            for uid in self._sequences
+            for internal in processor.external_req_ids.get(uid, ())
+        ]
 
     async def abort(self, uid: str) -> None:
         """End a request now; its ``generate`` returns what it has. Unknown uids are ignored."""
@@ -431,12 +457,7 @@ class VLLMEngine:
         # What it sampled before it stopped has arrived, but may still wait for the output handler.
         while self._engine.engine_core.outputs_queue.qsize():  # noqa: ASYNC110 it is ready, and needs a turn
             await asyncio.sleep(0)
-        processor = self._engine.output_processor
-        counts = {}
-        for uid, sequence in self._sequences.items():
-            for internal in processor.external_req_ids.get(uid, ()):
-                counts[sequence] = processor.request_states[internal].detokenizer.num_output_tokens()
-        return counts
+        return {self._sequences[uid]: state.detokenizer.num_output_tokens() for uid, state in self._states()}
 
     async def _take_back(self, sequences: list[_Sequence]) -> None:
         """Take back requests that have no token yet: ``generate`` hands them over again after the swap.
@@ -464,7 +485,7 @@ class VLLMEngine:
         self._require_running()
         running = min(self._meter.running, len(self._sequences))
         states = self._engine.output_processor.request_states.values()
-        budget = sum(s.request.sampling.max_new_tokens for s in self._sequences.values())
+        budget = sum(s.request.max_tokens for s in self._sequences.values())
         sampled = sum(state.detokenizer.num_output_tokens() for state in states)
         return GeneratorStatistics(
             live_version=self._live_version,

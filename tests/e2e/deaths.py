@@ -37,10 +37,28 @@ def deaths(run: Run) -> int:
     return len(re.findall(r"generator \d is out with", run.text))
 
 
-def strike(run: Run, victims: list[psutil.Process], number: signal.Signals, expected: int) -> None:
-    """Send the signal to the victims: noticed in time, and all replicas live again in time."""
+def computed_s(process: psutil.Process) -> float:
+    """CPU seconds of the process so far."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def strike(
+    run: Run, victims: list[psutil.Process], number: signal.Signals, expected: int, *, busy_s: float = 0.0
+) -> None:
+    """Send the signal to the victims, once each has computed for ``busy_s`` after a step.
+
+    It has to be noticed in time, and all replicas have to be live again in time.
+    """
     lines = len(run.metrics)
     wait_until(run, "another step", 60, lambda: len(run.metrics) > lines)
+    before = [computed_s(victim) for victim in victims]
+    wait_until(
+        run,
+        "the victims in the middle of something",
+        60,
+        lambda: all(computed_s(v) - b >= busy_s for v, b in zip(victims, before, strict=True)),
+    )
     for victim in victims:
         victim.send_signal(number)
     wait_until(run, f"{number.name} noticed", NOTICED_WITHIN_S, lambda: deaths(run) >= expected)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -302,6 +303,53 @@ async def test_a_paused_engine_stands_still_and_a_swap_leaves_it_paused(bench):
         got = await task
     assert len(got.token_ids) == 300
     assert set(got.versions.tolist()) == {sender.version - 1, sender.version}
+
+
+async def test_an_answer_goes_on_from_what_another_engine_had_of_it(bench):
+    engine, sender = bench.engine, bench.sender
+    model = random_llama(sender.version + 1)
+    await sender.push(model)
+    old = sender.version
+    asked = [request(f"half{i}", (i, 8, 1), key=i, new=120 + i) for i in range(8)]
+    tasks = [asyncio.create_task(engine.generate(each)) for each in asked]
+    await tokens_sampled(engine, 200)
+    partials = await engine.partials()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert await engine.partials() == {}
+    assert sorted(partials) == sorted(each.uid for each in asked)
+    begun = [partials[each.uid] for each in asked]
+    assert all(0 < len(each.token_ids) < 120 for each in begun)
+    assert distances(model, asked, begun, 1.0).max() < 1e-3
+
+    model = random_llama(old + 1)
+    await sender.push(model)
+    again = [replace(each, prefix=prefix) for each, prefix in zip(asked, begun, strict=True)]
+    before = engine.statistics().tokens
+    tasks = [asyncio.create_task(engine.generate(each)) for each in again]
+    await tokens_sampled(engine, 100)
+    second = await engine.partials()
+    async with asyncio.timeout(DEADLINE_S):
+        answers = await asyncio.gather(*tasks)
+    for each, prefix, got in zip(asked, begun, answers, strict=True):
+        seam = len(prefix.token_ids)
+        assert (len(got.token_ids), got.finish_reason) == (each.sampling.max_new_tokens, "length")
+        assert got.token_ids[:seam].tolist() == prefix.token_ids.tolist()
+        assert got.logprobs[:seam].tobytes() == prefix.logprobs.tobytes()
+        assert got.versions.tolist() == [old] * seam + [old + 1] * (len(got.token_ids) - seam)
+        expected = forward_logprobs(model, each.prompt_ids, got.token_ids).numpy()
+        np.testing.assert_allclose(got.logprobs[seam:], expected[seam:], atol=1e-3)
+        taken = second[each.uid]
+        length = len(taken.token_ids)
+        assert seam < length < len(got.token_ids)
+        assert taken.token_ids.tolist() == got.token_ids[:length].tolist()
+        assert taken.versions.tolist() == got.versions[:length].tolist()
+    statistics = engine.statistics()
+    assert statistics.tokens - before == sum(len(got.token_ids) for got in answers) - sum(
+        len(prefix.token_ids) for prefix in begun
+    )
+    assert statistics.outstanding_tokens == 0
 
 
 async def test_a_group_is_rebuilt_while_requests_run(bench):

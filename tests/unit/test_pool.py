@@ -10,13 +10,20 @@ import random
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.errors import GeneratorError, NoGeneratorError, VersionGoneError
+from asyncrl.errors import GeneratorError, LostGroupError, NoGeneratorError, VersionGoneError
 from asyncrl.generators.local import LocalReplica
 from asyncrl.generators.pool import GeneratorPool
-from asyncrl.generators.scripted import Failure, ScriptedGenerator, constant_length, log_normal_length
+from asyncrl.generators.scripted import (
+    Failure,
+    ScriptedGenerator,
+    constant_length,
+    log_normal_length,
+    scripted_length,
+)
 from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.rollout import GroupRequest, RolloutHost
 from asyncrl.simulate.clock import run_virtual
+from asyncrl.snapshot import Progress, Snapshot
 from asyncrl.types import SamplingParams, Task
 
 from .controller_harness import Outcome, ScriptedScorer, config, run
@@ -243,6 +250,92 @@ def test_work_for_a_version_waits_for_it_or_hears_that_it_is_gone() -> None:
     run_virtual(main())
 
 
+def lost(group: asyncio.Future) -> LostGroupError:
+    error = group.exception()
+    assert isinstance(error, LostGroupError)
+    return error
+
+
+def test_a_group_of_a_dead_replica_goes_on_from_its_last_snapshot() -> None:
+    lengths = scripted_length({(0, 0): 10}, default=40)
+
+    async def main() -> None:
+        first, second, third = (fast(length=lengths) for _ in range(3))
+        pool = await started(first, second, third)
+        supervisor = asyncio.ensure_future(pool.supervise())
+        undisturbed = await pool.run_group(request(0, tokens=64))
+        sampled = [g.statistics().tokens for g in (first, second, third)]
+        group = asyncio.ensure_future(pool.run_group(request(0, tokens=64)))
+        # Looked at each second: at 2 s one sample is done, and the other has 20 tokens.
+        await asyncio.sleep(2.45)
+        assert pool.holder("train-0", 0) == "generator 0"
+        first.die()
+        await asyncio.wait([group])
+        salvage = lost(group).salvage
+        assert salvage.progress == Progress(samples=2, tokens=10 + 20)
+
+        # The second dies before it was looked at: what the first had is still there.
+        again = asyncio.ensure_future(pool.run_group(request(0, tokens=64), salvage=salvage))
+        await asyncio.sleep(0.5)
+        assert pool.members[1].outstanding_tokens == 2 * 64 - 30
+        second.die()
+        await asyncio.wait([again])
+        assert lost(again).salvage == salvage
+        outcome = await pool.run_group(request(0, tokens=64), salvage=salvage)
+        assert outcome == undisturbed
+        assert third.statistics().tokens - sampled[2] == 20
+        assert (pool.continued_samples, pool.continued_tokens) == (4, 60)
+        supervisor.cancel()
+
+    run_virtual(main())
+
+
+def test_of_a_group_that_was_never_looked_at_nothing_is_left_and_an_idle_replica_holds_nothing() -> None:
+    async def main() -> None:
+        first, second = fast(), fast(length=constant_length(30))
+        pool = await started(first, second)
+        supervisor = asyncio.ensure_future(pool.supervise())
+        group = asyncio.ensure_future(pool.run_group(request()))
+        await asyncio.sleep(0.5)
+        first.die()
+        await asyncio.wait([group])
+        assert lost(group).salvage is None
+        group = asyncio.ensure_future(pool.run_group(request(1, tokens=64)))
+        await asyncio.sleep(1.0)
+        assert pool.members[1].snapshot.groups == {("train-1", 1): Progress(samples=2, tokens=2 * 5)}
+        await group
+        await asyncio.sleep(2.0)
+        assert pool.members[1].snapshot == Snapshot()
+        supervisor.cancel()
+
+    run_virtual(main())
+
+
+def test_a_snapshot_that_takes_long_neither_delays_the_checks_nor_counts_as_a_hang() -> None:
+    async def main() -> None:
+        slow = fast(length=constant_length(200))
+        release = asyncio.Event()
+        partials = slow.partials
+
+        async def late() -> dict:
+            await release.wait()
+            return await partials()
+
+        slow.partials = late  # type: ignore[method-assign]
+        pool = await started(slow)
+        supervisor = asyncio.ensure_future(pool.supervise())
+        group = asyncio.ensure_future(pool.run_group(request(tokens=200)))
+        await asyncio.sleep(10.0)
+        assert pool.live, "it was taken for hung"
+        release.set()
+        await asyncio.sleep(0.1)
+        assert pool.members[0].snapshot.groups == {("train-0", 0): Progress(samples=2, tokens=200)}
+        await group
+        supervisor.cancel()
+
+    run_virtual(main())
+
+
 # ------------------------------------------------------------------ whole runs
 
 
@@ -321,6 +414,37 @@ def test_synchronous_runs_train_on_the_same_samples_whoever_dies() -> None:
     assert [b.items[0].payload for b in calm.learner.batches] == [
         b.items[0].payload for b in stormy.learner.batches
     ]
+
+
+@pytest.mark.parametrize("end", ["die", "freeze"])
+def test_a_group_that_goes_on_keeps_the_start_version_that_its_oldest_tokens_have(end: str) -> None:
+    settings = config(
+        "run.steps=12", "schedule.pipeline_depth=1", "schedule.max_staleness=4", "rollout.max_new_tokens=200"
+    )
+    starts: dict[int, int] = {}
+    live_then = []
+
+    def mixed() -> ScriptedGenerator:
+        # One group in five is slow, so that versions pass while it runs.
+        return fast(length=lambda request: 80 if request.key.ordinal % 5 == 1 else 10)
+
+    async def strike(outcome: Outcome) -> None:
+        await asyncio.sleep(8.1)
+        budget, member = outcome.controller.budget, outcome.controller._pool.members[0]
+        left = [key for key in member.groups if key in member.snapshot.groups]
+        starts.update({ordinal: budget.start_version(ordinal) for _, ordinal in left})
+        live_then.append(budget.live_version)
+        getattr(outcome.generators[0], end)()
+
+    outcome = run(settings, [mixed(), mixed()], learner(settings), during=strike, spare=slow_start)
+    assert_all_trained(outcome)
+    assert min(starts.values()) < live_then[0], "no version has passed since the start: it shows nothing"
+    metas = {item.meta.ordinal: item.meta for batch in outcome.learner.batches for item in batch.items}
+    for ordinal, start in starts.items():
+        assert metas[ordinal].start_version == metas[ordinal].oldest_version == start
+    last = outcome.log.lines[-1]
+    assert last["generator/continued_samples"] == 2 * len(starts)
+    assert last["generator/continued_tokens"] > 0
 
 
 def test_replicas_that_stay_dead_end_the_run() -> None:

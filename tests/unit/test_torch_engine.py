@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -19,44 +17,18 @@ from asyncrl.generators.sampling import RowSampling, sample_tokens
 from asyncrl.generators.torch_engine import TorchEngine
 from asyncrl.types import Completion, GenerationRequest
 
-from .tiny_models import VOCAB, full_logits, full_logprobs, request, tiny_gpt2, tiny_llama, tiny_qwen2
-
-DEADLINE_S = 15.0
-
-
-@asynccontextmanager
-async def running(model: Any, **options: Any) -> AsyncIterator[TorchEngine]:
-    engine = TorchEngine(model, **{"slots": 4, "max_sequence": 64, "device": "cpu", **options})
-    await engine.start()
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            yield engine
-    finally:
-        await engine.close()
-
-
-class ForwardPasses:
-    """Awaitable count of a model's forward passes with a head: those that sample a token."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._count = 0
-        self._waiters: list[tuple[int, asyncio.Event]] = []
-        model.register_forward_hook(self._passed)
-
-    def _passed(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._pass)
-
-    def _pass(self) -> None:
-        self._count += 1
-        for target, event in self._waiters:
-            if self._count >= target:
-                event.set()
-
-    async def more(self, count: int) -> None:
-        event = asyncio.Event()
-        self._waiters.append((self._count + count, event))
-        await event.wait()
+from .tiny_models import (
+    VOCAB,
+    ForwardPasses,
+    Letters,
+    full_logits,
+    full_logprobs,
+    request,
+    running,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_qwen2,
+)
 
 
 def stage(engine: TorchEngine, model: torch.nn.Module) -> None:
@@ -172,14 +144,6 @@ async def test_eos_ends_an_answer_and_is_part_of_it():
     first = answers[0].token_ids.tolist()
     assert len(ignoring.token_ids) == 60
     assert ignoring.token_ids[: len(first)].tolist() == first
-
-
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        assert not skip_special_tokens
-        return "".join(chr(ord("A") + i) for i in ids)
 
 
 async def test_a_stop_string_ends_an_answer_where_it_first_occurs():

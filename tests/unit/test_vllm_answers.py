@@ -5,11 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncrl.errors import GeneratorError
-from asyncrl.generators.vllm_answers import completion_of, request_seed
-from asyncrl.types import DrawKey
+from asyncrl.generators.stopping import StopStrings
+from asyncrl.generators.vllm_answers import completion_of, cut_across, partial_of, request_seed
+from asyncrl.types import Completion, DrawKey
+
+from .tiny_models import Letters
 
 
 def final(
@@ -76,3 +80,41 @@ def test_seeds_are_63_bits_and_differ_with_each_part_of_the_key() -> None:
     assert len(set(seeds)) == len(keys)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert request_seed(DrawKey(1, 2, 3, 4)) == seeds[0]
+
+
+def test_a_continuation_draws_from_a_seed_of_its_own() -> None:
+    key = DrawKey(1, 2, 3, 4)
+    assert request_seed(key, 0) == request_seed(key)
+    assert len({request_seed(key, given) for given in range(20)}) == 20
+
+
+def running(tokens: list[int], logprobs: list[float]) -> Any:
+    flat = SimpleNamespace(token_ids=list(tokens), logprobs=logprobs)
+    return SimpleNamespace(
+        detokenizer=SimpleNamespace(output_token_ids=tokens),
+        logprobs_processor=SimpleNamespace(logprobs=flat),
+    )
+
+
+def test_what_a_running_request_has_is_stamped_by_our_counts() -> None:
+    got = partial_of("r", running([5, 6, 7], [-0.5, -0.25, -1.0]), [(3, 0), (5, 2)])
+    assert got.token_ids.tolist() == [5, 6, 7]
+    assert got.logprobs.tolist() == [-0.5, -0.25, -1.0]
+    assert got.versions.tolist() == [3, 3, 5]
+    assert got.finish_reason == "abort"
+    assert len(partial_of("r", running([], []), [(3, 0)]).token_ids) == 0
+    with pytest.raises(GeneratorError, match="1 log-probs for 2 tokens"):
+        partial_of("r", running([5, 6], [-0.5]), [(3, 0)])
+
+
+@pytest.mark.parametrize("seam", [3, 4])
+def test_a_stop_string_across_the_seam_ends_the_answer(seam: int) -> None:
+    # ABCDEFG...: of CDE the engine that goes on from the seam sees only what lies after it.
+    ids = np.arange(40, dtype=np.int32)
+    answer = Completion(ids, -ids.astype(np.float32), ids + 1, "length")
+    got = cut_across(answer, seam, StopStrings(("CDE", "nowhere"), Letters()))
+    assert got.token_ids.tolist() == list(range(5))
+    assert got.logprobs.tolist() == [-i for i in range(5)]
+    assert got.versions.tolist() == [i + 1 for i in range(5)]
+    assert got.finish_reason == "stop"
+    assert cut_across(answer, seam, StopStrings(("CE", "nowhere"), Letters())) is answer

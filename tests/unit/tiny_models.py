@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
@@ -15,9 +17,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from asyncrl.generators.torch_engine import TorchEngine
 from asyncrl.types import DrawKey, GenerationRequest, SamplingParams
 
 VOCAB = 48
+DEADLINE_S = 15.0
 
 
 def tiny_llama(seed: int = 0, *, kv_heads: int = 2, tied: bool = False, **options: Any) -> LlamaForCausalLM:
@@ -98,3 +102,46 @@ def full_logprobs(
     """Log-probs (T,) of the answer's tokens by one uncached forward pass."""
     logprobs = torch.log_softmax(full_logits(model, prompt, answer) / temperature, dim=-1)
     return logprobs.gather(1, torch.tensor(list(answer))[:, None])[:, 0]
+
+
+@asynccontextmanager
+async def running(model: Any, **options: Any) -> AsyncIterator[TorchEngine]:
+    engine = TorchEngine(model, **{"slots": 4, "max_sequence": 64, "device": "cpu", **options})
+    await engine.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield engine
+    finally:
+        await engine.close()
+
+
+class ForwardPasses:
+    """Awaitable count of a model's forward passes with a head: those that sample a token."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._count = 0
+        self._waiters: list[tuple[int, asyncio.Event]] = []
+        model.register_forward_hook(self._passed)
+
+    def _passed(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._pass)
+
+    def _pass(self) -> None:
+        self._count += 1
+        for target, event in self._waiters:
+            if self._count >= target:
+                event.set()
+
+    async def more(self, count: int) -> None:
+        event = asyncio.Event()
+        self._waiters.append((self._count + count, event))
+        await event.wait()
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return "".join(chr(ord("A") + i) for i in ids)
