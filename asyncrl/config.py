@@ -377,6 +377,11 @@ class WeightSyncSection(Section):
     """Seconds that one push may take before its group is rebuilt without the silent receiver."""
     overlap: bool = False
     """Copy the weights out at the step's boundary and train on while the copy is sent."""
+    canary_every: NonNegativeInt = 10
+    """Pushes from one canary to the next: fixed tokens whose log-probs on every generator have to be the
+    learner's. The first push is always checked, and every restarted generator. 0: none at all."""
+    canary_tolerance: PositiveFloat | None = None
+    """Largest log-prob difference of a canary token; beyond it the run ends. Null: by ``model.dtype``."""
 
     @property
     def bucket_bytes(self) -> int:

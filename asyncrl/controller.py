@@ -79,9 +79,13 @@ class Publisher(Protocol):
 
     async def open(self, info: LearnerInfo) -> None: ...
 
+    async def copied_out(self, version: int) -> None: ...
+
     async def publish(self, version: int) -> PublishReport: ...
 
     async def catch_up(self, version: int) -> bool: ...
+
+    def take_metrics(self) -> Metrics: ...
 
 
 class Observer(Protocol):
@@ -301,6 +305,7 @@ class Controller:
     async def _evaluate_first(self) -> Metrics | None:
         record = self._last.record
         record.update(self._line_head())
+        record.update(self._publisher.take_metrics())
         self._lines.append(self._last)
         if not self._evaluator.enabled:
             return None
@@ -622,6 +627,7 @@ class Controller:
             "weight_sync.timeout_s",
             self._learner.copy_out(version),
         )
+        await self._publisher.copied_out(version)
 
     async def _publish(self, version: int, evaluation: asyncio.Task[Metrics] | None) -> None:
         """Make ``version`` live, as soon as the evaluation of the one before has ended."""
@@ -699,6 +705,7 @@ class Controller:
             "generator/replicas_live": float(len(self._pool.live)),
             "generator/restarts": float(self._pool.restarts),
             **self._bias.metrics(),
+            **self._publisher.take_metrics(),
         }
         self._times = PhaseTimes()
         self._last = _Line(record, evaluation)

@@ -1,4 +1,4 @@
-"""Between vLLM's terms and ours: the seed of a trajectory, and the completion in a final output.
+"""Between vLLM's terms and ours: the seed of a trajectory, and what a final output holds.
 
 Imports no vllm: outputs are read by attribute.
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncrl.errors import GeneratorError
 from asyncrl.generators.requests import nothing_sampled
-from asyncrl.types import Completion, DrawKey, FinishReason, Int32Array
+from asyncrl.types import Completion, DrawKey, FinishReason, Float32Array, Int32Array
 
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -59,6 +59,19 @@ def completion_of(uid: str, output: Any, starts: Sequence[tuple[int, int]]) -> C
             f"{versions[first]}, but by the counts at each swap it is of version {counted[first]}"
         )
     return Completion(token_ids, logprobs, versions, _FINISH[answer.finish_reason])
+
+
+def scores_of(uid: str, token_ids: Sequence[int], output: Any) -> Float32Array:
+    """Log-probs (T - 1,) of a prompt's T tokens but the first. Raises GeneratorError where some are missing."""
+    # Nothing for the first token, then one candidate a position: the prompt's own.
+    found = output.prompt_logprobs
+    if found is None or list(found.token_ids) != list(token_ids[1:]):
+        count = 0 if found is None else len(found.token_ids)
+        raise GeneratorError(
+            f"request {uid}: vLLM gave {count} prompt log-probs for {len(token_ids)} tokens, expected one "
+            "for each token but the first"
+        )
+    return np.array(found.logprobs, dtype=np.float32)
 
 
 def _versions(spans: Any, count: int) -> Int32Array:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,12 +30,12 @@ from asyncrl.errors import (
     WeightSyncError,
 )
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
-from asyncrl.generators.requests import check_request, nothing_sampled
-from asyncrl.generators.vllm_answers import completion_of, request_seed
+from asyncrl.generators.requests import check_request, check_scored, nothing_sampled
+from asyncrl.generators.vllm_answers import completion_of, request_seed, scores_of
 from asyncrl.generators.vllm_meter import Meter
 from asyncrl.generators.vllm_plugin import BACKEND, WORKER_EXTENSION, register
 from asyncrl.generators.vllm_settings import VLLMSettings, cpu_cache_bytes, environment, has_tokenizer
-from asyncrl.types import Completion, DrawKey, GenerationRequest, SamplingParams
+from asyncrl.types import Completion, DrawKey, Float32Array, GenerationRequest, SamplingParams
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 from asyncrl.weight_sync.broadcast import connect_store
 from asyncrl.weight_sync.staging import Outcome, await_joined, await_received
@@ -45,6 +45,8 @@ T = TypeVar("T")
 
 _WARM_UP_TOKENS = 8
 _CLOSE_TIMEOUT_S = 20.0
+_FIRST = -1
+"""A priority before that of all other requests, 0."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +77,7 @@ class VLLMEngine:
         self._eos: tuple[int, ...] = ()
         self._vocab_size = 0
         self._sequences: dict[str, _Sequence] = {}
+        self._scored = 0
         self._live_version = 0
         self._meter = Meter()
         self._paused_s = 0.0
@@ -140,6 +143,8 @@ class VLLMEngine:
         defaults: dict[str, Any] = {
             "max_model_len": settings.max_model_len,
             "skip_tokenizer_init": not has_tokenizer(settings.model),
+            # Requests of equal priority are served in their order, as without it; score() goes first.
+            "scheduling_policy": "priority",
         }
         if on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             import psutil
@@ -247,7 +252,6 @@ class VLLMEngine:
     async def _sample(self, sequence: _Sequence) -> Any:
         """vLLM's final output. Everything up to its first await registers the request."""
         from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         request = sequence.request
         salt = str(self._live_version) if self._settings.prefix_caching else None
@@ -255,16 +259,22 @@ class VLLMEngine:
         sequence.handed_over = True
         sequence.starts = [(self._live_version, 0)]
         self._meter.begin()
+        return await self._answer(request.uid, prompt, self._parameters(request))
+
+    async def _answer(self, uid: str, prompt: Any, parameters: Any, priority: int = 0) -> Any:
+        """vLLM's final output; of the requests that wait, it takes those of the lowest priority first."""
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
         final: Any = None
         try:
-            async for output in self._engine.generate(prompt, self._parameters(request), request.uid):
+            async for output in self._engine.generate(prompt, parameters, uid, priority=priority):
                 final = output
         except EngineDeadError as error:
             self._end(f"vLLM's engine died: {error}")
-            raise GeneratorError(f"request {request.uid}: {self._fault}") from error
+            raise GeneratorError(f"request {uid}: {self._fault}") from error
         except (EngineGenerateError, ValueError) as error:
             cause = error.__cause__ or error
-            raise GeneratorError(f"request {request.uid}: vLLM failed: {cause!r}") from error
+            raise GeneratorError(f"request {uid}: vLLM failed: {cause!r}") from error
         return final
 
     def _parameters(self, request: GenerationRequest) -> Any:
@@ -289,6 +299,40 @@ class VLLMEngine:
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
+    async def score(self, token_ids: Sequence[int]) -> Float32Array:
+        """Log-probs (T - 1,) of tokens 1, 2, ... of T, each given those before it, at temperature 1.
+
+        A request beside the others: the next that takes a slot, whatever waits. Nothing is read from the
+        prefix cache, nothing of it is found there, and statistics do not count it. Raises RolloutError for
+        what does not fit ``max_model_len``, with the one token that vLLM wants to sample, or the vocabulary.
+        """
+        from vllm import SamplingParams as VLLMSampling
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        self._require_running()
+        check_scored(token_ids, limit=self._settings.max_model_len - 1, vocab_size=self._vocab_size)
+        self._scored += 1
+        uid = f"score-{self._scored}"
+        prompt = tokens_input(list(token_ids), cache_salt=uid if self._settings.prefix_caching else None)
+        parameters = VLLMSampling(
+            max_tokens=1,
+            temperature=1.0,
+            seed=0,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        if not self._open.is_set():
+            await self._open.wait()
+            self._require_running()
+        self._meter.begin()
+        output = await self._with_engine(self._answer(uid, prompt, parameters, _FIRST))
+        self._meter.leave_out(tokens=1, prefill_tokens=len(token_ids))
+        return scores_of(uid, token_ids, output)
 
     async def abort(self, uid: str) -> None:
         """End a request now; its ``generate`` returns what it has. Unknown uids are ignored."""
