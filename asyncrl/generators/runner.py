@@ -140,7 +140,7 @@ class ModelRunner:
         return logits[:, -1]
 
     def score(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Log-probs (T - 1,), float32, of T tokens but the first, each given those before it; uses no slot."""
+        """Log-probs (T - 1,) in float32 of all but the first of T tokens; uses no slot."""
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
         inputs, targets = ids[:-1], ids[1:]
         logits = self.model(

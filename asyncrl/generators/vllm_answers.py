@@ -62,7 +62,7 @@ def completion_of(uid: str, output: Any, starts: Sequence[tuple[int, int]]) -> C
 
 
 def scores_of(uid: str, token_ids: Sequence[int], output: Any) -> Float32Array:
-    """Log-probs (T - 1,) of a prompt's T tokens but the first. Raises GeneratorError where some are missing."""
+    """Log-probs (T - 1,) of all but the first of a prompt's T tokens. Raises GeneratorError if some lack."""
     # Nothing for the first token, then one candidate a position: the prompt's own.
     found = output.prompt_logprobs
     if found is None or list(found.token_ids) != list(token_ids[1:]):
