@@ -117,7 +117,8 @@ class Canary:
         self._worst = max(float(each.max()) for each in differences.values())
 
     def take_metrics(self) -> Metrics:
-        """Figures since the last call: seconds, and the last comparison's largest difference, if any."""
+        """Figures since the last call: seconds of both sides, which are part of those of the push, and the
+        last comparison's largest difference, if there was one."""
         metrics = {"timing_s/canary": self._seconds}
         if self._worst is not None:
             metrics["weight_sync/canary_diff_max"] = self._worst

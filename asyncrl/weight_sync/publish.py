@@ -89,8 +89,9 @@ class WeightPublisher:
 
         Raises WeightSyncError when the learner takes too long.
         """
-        if self._canary is not None and self._canary_due(self._canary, version, self._pool.receivers):
-            await self._score_learner(self._canary, version)
+        canary = self._due_canary(version, self._pool.receivers)
+        if canary is not None:
+            await self._score_learner(canary, version)
 
     async def publish(self, version: int) -> PublishReport:
         """Make ``version``, which the learner holds, live on all replicas, the restarted ones included.
@@ -172,12 +173,15 @@ class WeightPublisher:
                 f"version {version}: the learner sent {sent.checksum}, but "
                 + ", ".join(f"{n} holds {e.version}:{e.checksum}" for n, e in zip(names, echoes, strict=True))
             )
-        if self._canary is not None and self._canary_due(self._canary, version, receivers):
-            await self._check(self._canary, version, receivers)
+        canary = self._due_canary(version, receivers)
+        if canary is not None:
+            await self._check(canary, version, receivers)
         return sent, echoes
 
-    def _canary_due(self, canary: Canary, version: int, receivers: list[Member]) -> bool:
-        return canary.due(version, newcomers=any(member.state == "joining" for member in receivers))
+    def _due_canary(self, version: int, receivers: list[Member]) -> Canary | None:
+        newcomers = any(member.state == "joining" for member in receivers)
+        due = self._canary is not None and self._canary.due(version, newcomers=newcomers)
+        return self._canary if due else None
 
     async def _score_learner(self, canary: Canary, version: int) -> None:
         start = self._clock()

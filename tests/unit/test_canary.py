@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.errors import CanaryError, WeightSyncError
+from asyncrl.errors import CanaryError, ConfigError, WeightSyncError
 from asyncrl.generators.scripted import ScriptedGenerator, constant_length
 from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.run import make_canary, root_cause
@@ -62,6 +62,8 @@ def test_the_config_decides_interval_and_tolerance() -> None:
     assert due(spaced) == [0, 12, 24, 36]
     assert made().due(7, newcomers=True)
     assert make_canary(config("weight_sync.canary_every=0"), tasks([1, 2])) is None
+    with pytest.raises(ConfigError, match=r"canary_every: found 10 with .* = 2; expected at least 3 tokens"):
+        config("data.max_prompt_tokens=1", "rollout.max_new_tokens=1")
 
     def tolerates(canary: Canary, difference: float) -> bool:
         expected = np.full(len(canary.token_ids) - 1, -2.0, dtype=np.float32)
