@@ -25,9 +25,13 @@ log = logging.getLogger(__name__)
 
 TOKENS = 64
 """Most tokens that are scored."""
-DEFAULT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
-"""By dtype, for the largest difference of any token. What rounding does was measured at 1e-5 and 0.06; a
-layer that kept other weights, or got another's, is off by 1 and more."""
+DEFAULT_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.2}
+"""By dtype, for the mean absolute difference of a token's log-prob.
+
+For SmolLM2-135M between vLLM and learner on a CPU it was 0.03 in bfloat16, and 0.001 in float32 with the
+inputs of all products rounded as GPUs do it under TF32; with one tensor exchanged between two of its thirty
+layers, 0.4 to 6. The largest difference of 63 tokens is no measure: rounding alone made it 0.2 to 1.8 in
+bfloat16, where exchanged tensors made it 3."""
 
 
 def canary_tokens(tasks: Iterable[Task], limit: int) -> tuple[int, ...]:
@@ -53,6 +57,7 @@ class _Expected:
 class Canary:
     """Which pushes to check, against what, and what came of it.
 
+    ``tolerance`` bounds the mean absolute difference of the tokens' log-probs.
     Every version that is a multiple of ``every`` is checked, and every replica before it takes its first
     work. ``overlap``: the learner trains on while it pushes, so that a version can be scored at the
     step's boundary alone. A replica that is let in later, at a version that was not scored there, goes
@@ -69,7 +74,7 @@ class Canary:
         self._expected: _Expected | None = None
         self._owed = False
         self._seconds = 0.0
-        self._worst: float | None = None
+        self._found: Metrics = {}
 
     def due(self, version: int, *, newcomers: bool) -> bool:
         """Whether a push of ``version`` is to be checked; ``newcomers``: some receiver never took work."""
@@ -92,7 +97,7 @@ class Canary:
     def compare(self, version: int, found: Mapping[str, Float32Array], seconds: float) -> None:
         """Hold the replicas' log-probs, by name, against the learner's; ``seconds`` is what they took.
 
-        Raises CanaryError when one differs by more than the tolerance, or is not finite.
+        Raises CanaryError when they differ by more than the tolerance on average, or one is not finite.
         """
         assert self._expected is not None
         assert self._expected.version == version, "what is expected is of this version"
@@ -100,27 +105,29 @@ class Canary:
         differences = {name: np.abs(logprobs - expected) for name, logprobs in found.items()}
         self._seconds += seconds
         # A NaN is no number below the tolerance.
-        bad = [name for name, each in differences.items() if not each.max() <= self._tolerance]
+        bad = [name for name, each in differences.items() if not each.mean() <= self._tolerance]
         if bad:
             name = bad[0]
             worst = int(np.argmax(differences[name]))  # the first NaN, where there is one
             others = f" (and likewise {', '.join(bad[1:])})" if bad[1:] else ""
             raise CanaryError(
-                f"{name} at version {version}{others}: log-prob of canary token {worst + 1} of "
-                f"{len(self.token_ids)} is {found[name][worst]:.6g}, the learner's is "
-                f"{expected[worst]:.6g}; they differ by {differences[name][worst]:.3g}, expected at most "
-                f"weight_sync.canary_tolerance = {self._tolerance:g}. It received the learner's bytes, but "
-                "computes something else with them: a tensor reached another layer, was repacked wrongly, or "
-                "was left as it was. Only if this model is known to round so coarsely, raise canary_tolerance"
+                f"{name} at version {version}{others}: log-probs of the canary's tokens differ from the "
+                f"learner's by {differences[name].mean():.3g} on average, expected at most "
+                f"weight_sync.canary_tolerance = {self._tolerance:g}; the furthest is token {worst + 2} of "
+                f"{len(self.token_ids)}, {found[name][worst]:.6g} where the learner has "
+                f"{expected[worst]:.6g}. It received the learner's bytes, but computes something else with "
+                "them: a tensor reached another layer, was repacked wrongly, or was left as it was. Only if "
+                "this model is known to round so coarsely, raise canary_tolerance"
             )
         self._owed = False
-        self._worst = max(float(each.max()) for each in differences.values())
+        self._found = {
+            "weight_sync/canary_diff_mean": max(float(each.mean()) for each in differences.values()),
+            "weight_sync/canary_diff_max": max(float(each.max()) for each in differences.values()),
+        }
 
     def take_metrics(self) -> Metrics:
-        """Figures since the last call: seconds of both sides, which are part of those of the push, and the
-        last comparison's largest difference, if there was one."""
-        metrics = {"timing_s/canary": self._seconds}
-        if self._worst is not None:
-            metrics["weight_sync/canary_diff_max"] = self._worst
-        self._seconds, self._worst = 0.0, None
+        """Figures since the last call: seconds of both sides, which are part of those of the push, and of the
+        last comparison, if there was one, the replica's that differed most."""
+        metrics = {"timing_s/canary": self._seconds, **self._found}
+        self._seconds, self._found = 0.0, {}
         return metrics

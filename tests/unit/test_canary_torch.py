@@ -164,9 +164,9 @@ def transpose_a_square(model: Any) -> None:
     weight.copy_(weight.T.clone())
 
 
-def round_to_bfloat16(model: Any) -> None:
+def round_to_float8(model: Any) -> None:
     for parameter in model.parameters():
-        parameter.copy_(parameter.to(torch.bfloat16))
+        parameter.copy_(parameter.to(torch.float8_e4m3fn))
 
 
 async def publish_to(corruption: Corruption) -> dict[str, float]:
@@ -207,8 +207,8 @@ async def test_a_sound_replica_agrees_to_rounding():
 
 @pytest.mark.parametrize(
     "corruption",
-    [perturb, exchange_layers, leave_a_layer_behind, transpose_a_square, round_to_bfloat16],
+    [perturb, exchange_layers, leave_a_layer_behind, transpose_a_square, round_to_float8],
 )
 async def test_weights_that_went_wrong_after_the_checksum_are_caught(corruption):
-    with pytest.raises(CanaryError, match=r"^generator 1 at version 1: log-prob of canary token"):
+    with pytest.raises(CanaryError, match=r"^generator 1 at version 1: log-probs of the canary"):
         await publish_to(corruption)
