@@ -303,9 +303,10 @@ class VLLMEngine:
     async def score(self, token_ids: Sequence[int]) -> Float32Array:
         """Log-probs (T - 1,) of tokens 1, 2, ... of T, each given those before it, at temperature 1.
 
-        A request beside the others: the next that takes a slot, whatever waits. Nothing is read from the
-        prefix cache, nothing of it is found there, and statistics do not count it. Raises RolloutError for
-        what does not fit ``max_model_len``, with the one token that vLLM wants to sample, or the vocabulary.
+        A request beside the others: the next that takes a slot, whatever waits. It takes nothing from the
+        prefix cache, leaves nothing there that another finds, and is left out of the statistics. Raises
+        RolloutError for what is outside the vocabulary, or does not fit ``max_model_len`` together with
+        the one token that vLLM has to sample.
         """
         from vllm import SamplingParams as VLLMSampling
         from vllm.inputs.engine import tokens_input

@@ -31,7 +31,7 @@ DEFAULT_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.2}
 For SmolLM2-135M between vLLM and learner on a CPU it was 0.03 in bfloat16, and 0.001 in float32 with the
 inputs of all products rounded as GPUs do it under TF32; with one tensor exchanged between two of its thirty
 layers, 0.4 to 6. The largest difference of 63 tokens is no measure: rounding alone made it 0.2 to 1.8 in
-bfloat16, where exchanged tensors made it 3."""
+bfloat16, where exchanged tensors made it 3 to 27."""
 
 
 def canary_tokens(tasks: Iterable[Task], limit: int) -> tuple[int, ...]:
@@ -57,9 +57,8 @@ class _Expected:
 class Canary:
     """Which pushes to check, against what, and what came of it.
 
-    ``tolerance`` bounds the mean absolute difference of the tokens' log-probs.
     Every version that is a multiple of ``every`` is checked, and every replica before it takes its first
-    work. ``overlap``: the learner trains on while it pushes, so that a version can be scored at the
+    work. ``tolerance`` bounds the mean absolute difference of the tokens' log-probs. ``overlap``: the learner trains on while it pushes, so that a version can be scored at the
     step's boundary alone. A replica that is let in later, at a version that was not scored there, goes
     unchecked until the next version.
     """
