@@ -58,9 +58,9 @@ class Canary:
     """Which pushes to check, against what, and what came of it.
 
     Every version that is a multiple of ``every`` is checked, and every replica before it takes its first
-    work. ``tolerance`` bounds the mean absolute difference of the tokens' log-probs. ``overlap``: the learner trains on while it pushes, so that a version can be scored at the
-    step's boundary alone. A replica that is let in later, at a version that was not scored there, goes
-    unchecked until the next version.
+    work. ``tolerance`` bounds the mean absolute difference of the tokens' log-probs. ``overlap``: the
+    learner trains on while it pushes, so that a version can be scored at the step's boundary alone. A
+    replica that is let in later, at a version that was not scored there, goes unchecked until the next.
     """
 
     def __init__(self, token_ids: tuple[int, ...], *, every: int, tolerance: float, overlap: bool) -> None:
