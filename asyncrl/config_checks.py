@@ -58,6 +58,7 @@ def contradictions(config: Config) -> list[str]:
         *_corrections(config),
         *_devices(config),
         *_engine(config),
+        *_canary(config),
         *_other(config),
     ]
 
@@ -205,6 +206,17 @@ def _engine(config: Config) -> list[str]:
             "generators.backend torch"
         )
     return problems
+
+
+def _canary(config: Config) -> list[str]:
+    # Two tokens to score the second of, and room for one more.
+    if config.weight_sync.canary_every == 0 or config.max_sequence_tokens >= 3:
+        return []
+    return [
+        f"weight_sync.canary_every: found {config.weight_sync.canary_every} with data.max_prompt_tokens + "
+        f"rollout.max_new_tokens = {config.max_sequence_tokens}; expected at least 3 tokens to compare "
+        "log-probs on, or canary_every 0"
+    ]
 
 
 def _other(config: Config) -> list[str]:

@@ -80,9 +80,13 @@ class Publisher(Protocol):
 
     async def open(self, info: LearnerInfo) -> None: ...
 
+    async def copied_out(self, version: int) -> None: ...
+
     async def publish(self, version: int) -> PublishReport: ...
 
     async def catch_up(self, version: int) -> bool: ...
+
+    def take_metrics(self) -> Metrics: ...
 
 
 class Observer(Protocol):
@@ -303,6 +307,7 @@ class Controller:
     async def _evaluate_first(self) -> Metrics | None:
         record = self._last.record
         record.update(self._line_head())
+        record.update(self._publisher.take_metrics())
         self._lines.append(self._last)
         if not self._evaluator.enabled:
             return None
@@ -635,6 +640,7 @@ class Controller:
             "weight_sync.timeout_s",
             self._learner.copy_out(version),
         )
+        await self._publisher.copied_out(version)
 
     async def _publish(self, version: int, evaluation: asyncio.Task[Metrics] | None) -> None:
         """Make ``version`` live, as soon as the evaluation of the one before has ended."""
@@ -714,6 +720,7 @@ class Controller:
             "generator/continued_samples": float(self._pool.continued_samples),
             "generator/continued_tokens": float(self._pool.continued_tokens),
             **self._bias.metrics(),
+            **self._publisher.take_metrics(),
         }
         self._times = PhaseTimes()
         self._last = _Line(record, evaluation)

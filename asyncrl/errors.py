@@ -27,7 +27,8 @@
     │   ├── LearnerError            a rank died or broke
     │   └── WeightSyncError         a push failed
     │       ├── PushTimeoutError    a receiver did not answer in weight_sync.timeout_s
-    │       └── ChecksumError       sender's and receiver's bytes differ
+    │       ├── ChecksumError       sender's and receiver's bytes differ
+    │       └── CanaryError         equal bytes, yet learner and replica compute different log-probs
     ├── DeadlineError               a wait passed its deadline; says who was waited for
     ├── DeadlockError               under the virtual clock: tasks wait, and nothing can wake them
     └── TrainingError               the run cannot go on
@@ -162,6 +163,10 @@ class PushTimeoutError(WeightSyncError):
 
 class ChecksumError(WeightSyncError):
     """A receiver's weights differ from the sender's."""
+
+
+class CanaryError(WeightSyncError):
+    """A replica received the learner's bytes, and does not compute what the learner does with them."""
 
 
 class DeadlineError(AsyncRLError):

@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,8 @@ from asyncrl.generators.pool import GeneratorPool
 from asyncrl.learners.base import Learner
 from asyncrl.ledger import Retired
 from asyncrl.run_folder import RunFolder, claim
-from asyncrl.types import Metrics, ReadyGroup
+from asyncrl.types import Metrics, ReadyGroup, Task
+from asyncrl.weight_sync.canary import DEFAULT_TOLERANCE, Canary, canary_tokens
 from asyncrl.weight_sync.publish import WeightPublisher
 
 if TYPE_CHECKING:
@@ -178,6 +179,7 @@ def build(
         timeout_s=sync.timeout_s,
         in_flight=config.schedule.in_flight_updates,
         kv=config.schedule.kv_after_swap,
+        canary=make_canary(config, prompts.train.iterate()),
     )
     controller = Controller(
         config,
@@ -190,6 +192,22 @@ def build(
         checkpoints=folder / "checkpoints",
     )
     return Parts(controller, pool, learner, display, files)
+
+
+def make_canary(config: Config, tasks: Iterable[Task]) -> Canary | None:
+    """The run's canary, of the prompts of its first ``tasks``; None where it is switched off."""
+    sync = config.weight_sync
+    if sync.canary_every == 0:
+        return None
+    # Less one: vLLM scores a prompt only if it can sample a token after it.
+    tokens = canary_tokens(tasks, config.max_sequence_tokens - 1)
+    tolerance = sync.canary_tolerance
+    return Canary(
+        tokens,
+        every=sync.canary_every * config.schedule.publish_every,
+        tolerance=DEFAULT_TOLERANCE[config.model.dtype] if tolerance is None else tolerance,
+        overlap=sync.overlap,
+    )
 
 
 async def _run(parts: Parts) -> Summary:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
 from asyncrl.placement import actor_options, pin_process
 from asyncrl.rollout import GroupRequest, RolloutHost
 from asyncrl.snapshot import GroupKey, Progress, Snapshot
-from asyncrl.types import GroupMeta
+from asyncrl.types import Float32Array, GroupMeta
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 
 log = logging.getLogger(__name__)
@@ -101,6 +101,10 @@ class GeneratorActor:
     @ray.method(concurrency_group="control")
     async def swap(self, version: int, in_flight: bool, kv: KVAfterSwap) -> WeightEcho:
         return await self._at_home(self._started().engine.swap(version, in_flight=in_flight, kv=kv))
+
+    @ray.method(concurrency_group="control")
+    async def score(self, token_ids: Sequence[int]) -> Float32Array:
+        return await self._at_home(self._started().engine.score(token_ids))
 
     @ray.method(concurrency_group="control")
     async def statistics(self) -> GeneratorStatistics:
@@ -188,6 +192,10 @@ class RayReplica:
     async def swap(self, version: int, *, in_flight: bool, kv: KVAfterSwap) -> WeightEcho:
         echo: WeightEcho = await self._call(self._actor.swap.remote(version, in_flight, kv))
         return echo
+
+    async def score(self, token_ids: Sequence[int]) -> Float32Array:
+        logprobs: Float32Array = await self._call(self._actor.score.remote(token_ids))
+        return logprobs
 
     async def statistics(self) -> GeneratorStatistics:
         statistics: GeneratorStatistics = await self._call(self._actor.statistics.remote())

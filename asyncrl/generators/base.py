@@ -13,10 +13,11 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from asyncrl.types import Completion, GenerationRequest
+from asyncrl.types import Completion, Float32Array, GenerationRequest
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 
 KVAfterSwap = Literal["keep", "recompute"]
@@ -72,6 +73,14 @@ class Generator(Protocol):
 
     async def abort(self, uid: str) -> None:
         """End a request now; its ``generate`` returns what it has, ``finish_reason`` abort."""
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> Float32Array:
+        """Log-probs (T - 1,) of tokens 1, 2, ... of T, each given those before it, at temperature 1.
+
+        By the live weights, while generation goes on; the caller swaps none meanwhile. Raises RolloutError
+        for tokens that can never be scored: fewer than two, too many, or outside the vocabulary.
+        """
         ...
 
     async def pause(self) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
 from asyncrl.rollout import GroupRequest, RolloutHost
 from asyncrl.snapshot import Snapshot
-from asyncrl.types import GroupMeta
+from asyncrl.types import Float32Array, GroupMeta
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 
 
@@ -44,6 +45,9 @@ class LocalReplica:
 
     async def swap(self, version: int, *, in_flight: bool, kv: KVAfterSwap) -> WeightEcho:
         return await self._host.engine.swap(version, in_flight=in_flight, kv=kv)
+
+    async def score(self, token_ids: Sequence[int]) -> Float32Array:
+        return await self._host.engine.score(token_ids)
 
     async def statistics(self) -> GeneratorStatistics:
         return self._host.engine.statistics()

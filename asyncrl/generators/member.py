@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -20,7 +20,7 @@ from asyncrl.errors import GeneratorError, InfrastructureError
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
 from asyncrl.rollout import GroupRequest
 from asyncrl.snapshot import GroupKey, Snapshot
-from asyncrl.types import GroupMeta
+from asyncrl.types import Float32Array, GroupMeta
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,10 @@ class Replica(Protocol):
     async def receive(self, version: int) -> None: ...
 
     async def swap(self, version: int, *, in_flight: bool, kv: KVAfterSwap) -> WeightEcho: ...
+
+    async def score(self, token_ids: Sequence[int]) -> Float32Array:
+        """Log-probs (T - 1,) of tokens 1, 2, ... of T by the live weights, at temperature 1."""
+        ...
 
     async def statistics(self) -> GeneratorStatistics: ...
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from asyncrl.errors import RolloutError
@@ -33,15 +35,26 @@ def check_request(
             f"{sampling.max_new_tokens} new), but {limit_text} {limit}: shorten the prompt, lower "
             f"max_new_tokens, or raise {remedy}"
         )
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        raise RolloutError(
-            f"request {request.uid} has token ids from {min(prompt)} to {max(prompt)}, but the model's "
-            f"vocabulary has {vocab_size}: was another tokenizer used?"
-        )
+    _check_vocabulary(f"request {request.uid} has", prompt, vocab_size)
     if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0):
         raise RolloutError(
             f"request {request.uid}: temperature {sampling.temperature}, top_p {sampling.top_p}, top_k "
             f"{sampling.top_k}; expected temperature >= 0, 0 < top_p <= 1, top_k >= 0"
+        )
+
+
+def check_scored(token_ids: Sequence[int], *, limit: int, vocab_size: int) -> None:
+    """Raise RolloutError for tokens that can never be scored. ``limit`` is how many fit the engine."""
+    if not 2 <= len(token_ids) <= limit:
+        raise RolloutError(f"asked to score {len(token_ids)} tokens, expected 2 to {limit}")
+    _check_vocabulary("asked to score", token_ids, vocab_size)
+
+
+def _check_vocabulary(what: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        raise RolloutError(
+            f"{what} token ids from {min(token_ids)} to {max(token_ids)}, but the model's vocabulary has "
+            f"{vocab_size}: was another tokenizer used?"
         )
 
 

@@ -138,3 +138,13 @@ class ModelRunner:
             use_cache=True,
         ).logits
         return logits[:, -1]
+
+    def score(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Log-probs (T - 1,) in float32 of all but the first of T tokens; uses no slot."""
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
+        inputs, targets = ids[:-1], ids[1:]
+        logits = self.model(
+            input_ids=inputs[None], position_ids=self._columns[None, : len(inputs)], use_cache=False
+        ).logits[0]
+        logprobs: torch.Tensor = logits.float().log_softmax(-1)  # (T - 1, V)
+        return logprobs.gather(-1, targets[:, None]).squeeze(-1)

@@ -17,7 +17,7 @@ import asyncio
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,8 +28,9 @@ from asyncrl.errors import GeneratorError
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
 from asyncrl.generators.draws import draw_stream
 from asyncrl.generators.requests import whole_answer
-from asyncrl.types import Completion, FinishReason, GenerationRequest, Int32Array
+from asyncrl.types import Completion, FinishReason, Float32Array, GenerationRequest, Int32Array
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
+from asyncrl.weight_sync.scripted import scripted_logprobs
 
 Length = Callable[[GenerationRequest], int]
 """Tokens that a request samples where ``max_new_tokens`` does not end it before."""
@@ -119,6 +120,9 @@ class ScriptedGenerator:
     """Longer pause of a swap that recomputes keys and values with sequences running."""
     checksum: Callable[[int], str] = lambda version: f"scripted-{version}"
     """What this receiver echoes; give a wrong one to script a damaged push."""
+    score_s: float = 0.0
+    logprobs: Callable[[int, Sequence[int]], Float32Array] = scripted_logprobs
+    """What ``score`` gives, by version and tokens; give others to script an engine that computes wrongly."""
     vocab_size: int = 256
 
     def __post_init__(self) -> None:
@@ -144,6 +148,8 @@ class ScriptedGenerator:
         self._tokens = 0
         self._prefill_tokens = 0
         self._swaps = 0
+        self.scored: list[int] = []
+        """Versions that ``score`` was asked of, in order."""
 
     @property
     def live_version(self) -> int:
@@ -200,6 +206,16 @@ class ScriptedGenerator:
             waiting = self._waiting.pop(uid)
             self._settle(waiting, waiting.request.given, "abort")
         self._reschedule()
+
+    async def score(self, token_ids: Sequence[int]) -> Float32Array:
+        """Takes ``score_s``, generation going on."""
+        self._require_alive()
+        version = self.live_version
+        await asyncio.sleep(self.score_s)
+        await self._thaw()
+        self._require_alive()
+        self.scored.append(version)
+        return self.logprobs(version, token_ids)
 
     async def pause(self) -> None:
         self._advance()

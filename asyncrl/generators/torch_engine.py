@@ -20,11 +20,11 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -32,11 +32,11 @@ from asyncrl.config import Dtype
 from asyncrl.errors import ConfigError, DeadlineError, GeneratorError, RolloutError
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
 from asyncrl.generators.continuous_batch import Admission, ContinuousBatch, Ended, fixed_rows
-from asyncrl.generators.requests import check_request, nothing_sampled, whole_answer
+from asyncrl.generators.requests import check_request, check_scored, nothing_sampled, whole_answer
 from asyncrl.generators.runner import CausalLM, DeviceName, ModelRunner, load_model, resolve_device
 from asyncrl.generators.stopping import StopStrings
 from asyncrl.generators.weights import DoubleBufferedWeights
-from asyncrl.types import Completion, GenerationRequest
+from asyncrl.types import Completion, Float32Array, GenerationRequest
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -99,6 +99,7 @@ class TorchEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._weights: DoubleBufferedWeights | None = None
+        self._runner: ModelRunner | None = None
         self._batch: ContinuousBatch | None = None
         self._vocab_size = 0
 
@@ -150,6 +151,7 @@ class TorchEngine:
                 self._tokenizer = str(path)  # loaded when first needed: its import takes seconds
         rows = fixed_rows(self._slots) if self._deterministic else self._slots
         runner = ModelRunner(self._model, slots=rows, max_sequence=self._max_sequence, device=self._device)
+        self._runner = runner
         self._vocab_size = runner.vocab_size
         self._weights = DoubleBufferedWeights(self._model)
         self._batch = ContinuousBatch(runner, rows=rows, fixed=self._deterministic)
@@ -242,6 +244,18 @@ class TorchEngine:
         ended = self._batch.abort(admission)
         if ended is not None:
             self._post(self._deliver, [ended])
+
+    async def score(self, token_ids: Sequence[int]) -> Float32Array:
+        """Log-probs (T - 1,) of tokens 1, 2, ... of T, each given those before it, at temperature 1.
+
+        One forward pass by the live weights, between two tokens. It uses no slot and leaves every running
+        sequence its bits. Raises RolloutError for what does not fit ``max_sequence`` or the vocabulary.
+        """
+        self._require_running()
+        check_scored(token_ids, limit=self._max_sequence, vocab_size=self._vocab_size)
+        runner = self._runner
+        assert runner is not None
+        return cast(Float32Array, await self._order(lambda: runner.score(token_ids).cpu().numpy()))
 
     async def pause(self) -> None:
         """Stop between two tokens; running sequences keep their state."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
 from asyncrl.generators.torch_engine import TorchEngine
-from asyncrl.types import Completion, GenerationRequest
+from asyncrl.types import Completion, Float32Array, GenerationRequest
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 from asyncrl.weight_sync.broadcast import PushGroup
 
@@ -36,6 +37,9 @@ class TorchGenerator:
 
     async def abort(self, uid: str) -> None:
         await self._engine.abort(uid)
+
+    async def score(self, token_ids: Sequence[int]) -> Float32Array:
+        return await self._engine.score(token_ids)
 
     async def pause(self) -> None:
         await self._engine.pause()

@@ -1,4 +1,4 @@
-"""Between vLLM's terms and ours: the seed of a trajectory, and the completion in a final output.
+"""Between vLLM's terms and ours: the seed of a trajectory, and what a final output holds.
 
 Imports no vllm: outputs are read by attribute.
 
@@ -93,6 +93,19 @@ def _sampled(
             f"{starts[-1][0]}: are the weights finite?"
         )
     return token_ids, logprobs
+
+
+def scores_of(uid: str, token_ids: Sequence[int], output: Any) -> Float32Array:
+    """Log-probs (T - 1,) of all but the first of a prompt's T tokens. Raises GeneratorError if some lack."""
+    # Nothing for the first token, then one candidate a position: the prompt's own.
+    found = output.prompt_logprobs
+    if found is None or list(found.token_ids) != list(token_ids[1:]):
+        count = 0 if found is None else len(found.token_ids)
+        raise GeneratorError(
+            f"request {uid}: vLLM gave {count} prompt log-probs for {len(token_ids)} tokens, expected one "
+            "for each token but the first"
+        )
+    return np.array(found.logprobs, dtype=np.float32)
 
 
 def _versions(spans: Any, count: int) -> Int32Array:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -31,13 +31,19 @@ from asyncrl.errors import (
     WeightSyncError,
 )
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
-from asyncrl.generators.requests import check_request, nothing_sampled, whole_answer
+from asyncrl.generators.requests import check_request, check_scored, nothing_sampled, whole_answer
 from asyncrl.generators.stopping import StopStrings
-from asyncrl.generators.vllm_answers import completion_of, cut_across, partial_of, request_seed
+from asyncrl.generators.vllm_answers import (
+    completion_of,
+    cut_across,
+    partial_of,
+    request_seed,
+    scores_of,
+)
 from asyncrl.generators.vllm_meter import Meter
 from asyncrl.generators.vllm_plugin import BACKEND, WORKER_EXTENSION, register
 from asyncrl.generators.vllm_settings import VLLMSettings, cpu_cache_bytes, environment, has_tokenizer
-from asyncrl.types import Completion, DrawKey, GenerationRequest, SamplingParams
+from asyncrl.types import Completion, DrawKey, Float32Array, GenerationRequest, SamplingParams
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 from asyncrl.weight_sync.broadcast import connect_store
 from asyncrl.weight_sync.staging import Outcome, await_joined, await_received
@@ -49,6 +55,8 @@ _WARM_UP_TOKENS = 8
 _CPU_STEP_TOKENS = 2048
 """Tokens that one step may compute on CPU, prompts and sequences together."""
 _CLOSE_TIMEOUT_S = 20.0
+_FIRST = -1
+"""A priority before that of all other requests, 0."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +87,7 @@ class VLLMEngine:
         self._eos: tuple[int, ...] = ()
         self._vocab_size = 0
         self._sequences: dict[str, _Sequence] = {}
+        self._scored = 0
         self._live_version = 0
         self._meter = Meter()
         self._paused_s = 0.0
@@ -144,6 +153,8 @@ class VLLMEngine:
         defaults: dict[str, Any] = {
             "max_model_len": settings.max_model_len,
             "skip_tokenizer_init": not has_tokenizer(settings.model),
+            # Requests of equal priority are served in their order, as without it; score() goes first.
+            "scheduling_policy": "priority",
         }
         if on_cpu:
             if settings.options.get("enable_chunked_prefill"):
@@ -269,7 +280,6 @@ class VLLMEngine:
     async def _sample(self, sequence: _Sequence) -> Any:
         """vLLM's final output. Everything up to its first await registers the request."""
         from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         request = sequence.request
         salt = str(self._live_version) if self._settings.prefix_caching else None
@@ -277,16 +287,22 @@ class VLLMEngine:
         sequence.handed_over = True
         sequence.starts = [(self._live_version, 0)]
         self._meter.begin()
+        return await self._answer(request.uid, prompt, self._parameters(request))
+
+    async def _answer(self, uid: str, prompt: Any, parameters: Any, priority: int = 0) -> Any:
+        """vLLM's final output; of the requests that wait, it takes those of the lowest priority first."""
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
         final: Any = None
         try:
-            async for output in self._engine.generate(prompt, self._parameters(request), request.uid):
+            async for output in self._engine.generate(prompt, parameters, uid, priority=priority):
                 final = output
         except EngineDeadError as error:
             self._end(f"vLLM's engine died: {error}")
-            raise GeneratorError(f"request {request.uid}: {self._fault}") from error
+            raise GeneratorError(f"request {uid}: {self._fault}") from error
         except (EngineGenerateError, ValueError) as error:
             cause = error.__cause__ or error
-            raise GeneratorError(f"request {request.uid}: vLLM failed: {cause!r}") from error
+            raise GeneratorError(f"request {uid}: vLLM failed: {cause!r}") from error
         return final
 
     def _parameters(self, request: GenerationRequest) -> Any:
@@ -331,6 +347,41 @@ class VLLMEngine:
             for uid in self._sequences
             for internal in processor.external_req_ids.get(uid, ())
         ]
+
+    async def score(self, token_ids: Sequence[int]) -> Float32Array:
+        """Log-probs (T - 1,) of tokens 1, 2, ... of T, each given those before it, at temperature 1.
+
+        A request beside the others: the next that takes a slot, whatever waits. It takes nothing from the
+        prefix cache, leaves nothing there that another finds, and is left out of the statistics. Raises
+        RolloutError for what is outside the vocabulary, or does not fit ``max_model_len`` together with
+        the one token that vLLM has to sample.
+        """
+        from vllm import SamplingParams as VLLMSampling
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        self._require_running()
+        check_scored(token_ids, limit=self._settings.max_model_len - 1, vocab_size=self._vocab_size)
+        self._scored += 1
+        uid = f"score-{self._scored}"
+        prompt = tokens_input(list(token_ids), cache_salt=uid if self._settings.prefix_caching else None)
+        parameters = VLLMSampling(
+            max_tokens=1,
+            temperature=1.0,
+            seed=0,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        if not self._open.is_set():
+            await self._open.wait()
+            self._require_running()
+        self._meter.begin()
+        output = await self._with_engine(self._answer(uid, prompt, parameters, _FIRST))
+        self._meter.leave_out(tokens=1, prefill_tokens=len(token_ids))
+        return scores_of(uid, token_ids, output)
 
     async def abort(self, uid: str) -> None:
         """End a request now; its ``generate`` returns what it has. Unknown uids are ignored."""

@@ -39,6 +39,11 @@ class Meter:
         """Generation goes on: what lies between is nobody's."""
         self._since = self._clock()
 
+    def leave_out(self, *, tokens: int, prefill_tokens: int) -> None:
+        """Do not count these tokens, which no user asked for."""
+        self.tokens -= tokens
+        self.prefill_tokens -= prefill_tokens
+
     def reset(self) -> None:
         """Forget everything so far, as after a warm-up."""
         self.__init__(self._clock)  # type: ignore[misc]

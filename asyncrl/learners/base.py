@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from asyncrl.types import Batch, Metrics, Trajectory
+from asyncrl.types import Batch, Float32Array, Metrics, Trajectory
 from asyncrl.weight_sync.base import Manifest, PushGroupSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -94,6 +94,13 @@ class LearnerRank(Protocol):
         """
         ...
 
+    def score(self, token_ids: Sequence[int]) -> Float32Array:
+        """Log-probs (T - 1,) of tokens 1, 2, ... of T, each given those before it, at temperature 1.
+
+        By the forward pass that training uses; collective, and the same on every rank. Changes nothing.
+        """
+        ...
+
     def gather_bucket(self, bucket: Sequence[TensorSpec]) -> torch.Tensor | None:
         """The bucket's tensors, cast to their travelling dtype, as one flat tensor on rank 0.
 
@@ -140,6 +147,13 @@ class Learner(Protocol):
         ...
 
     async def push(self, version: int) -> PushReport: ...
+
+    async def score(self, token_ids: Sequence[int]) -> Float32Array:
+        """Log-probs (T - 1,) of tokens 1, 2, ... of T by the weights of now, at temperature 1.
+
+        Between two updates: it waits for one that runs, and the next waits for it.
+        """
+        ...
 
     async def checksum(self) -> str:
         """Checksum of the full parameters, equal for equal bits whatever the number of ranks."""

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.algorithms.aggregation import StepCounts
+from asyncrl.algorithms.logprobs import token_logprobs
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
 from asyncrl.errors import ConfigError, StalenessError
 from asyncrl.learners.base import LearnerInfo, RankStep, StepResult
@@ -40,7 +41,7 @@ from asyncrl.learners.masking import mask_stale
 from asyncrl.learners.objective import Objective, Tally
 from asyncrl.learners.policy import load_policy, manifest_of, selected_logits
 from asyncrl.learners.schedule import learning_rate
-from asyncrl.types import Metrics, token_lag
+from asyncrl.types import Float32Array, Metrics, token_lag
 from asyncrl.weight_sync.base import Manifest, TensorSpec
 from asyncrl.weight_sync.verify import state_checksum
 
@@ -140,6 +141,15 @@ class DeepSpeedLearner:
             loss = self._objective(logits, batch, counts, tally)
             self._engine.backward(loss * self._world_size)
         return tally
+
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int]) -> Float32Array:
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+        positions = torch.arange(len(ids) - 1, device=self._device)
+        logits = selected_logits(self._engine, ids[None, :-1], positions)
+        logprobs, _ = token_logprobs(logits, ids[1:], 1.0)
+        found: Float32Array = logprobs.float().cpu().numpy()
+        return found
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Full parameters in the compute dtype; each is valid until the next is asked for."""

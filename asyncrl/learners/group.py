@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from asyncrl.learners.base import LearnerInfo, PushReport, RankStep, StepResult,
 from asyncrl.learners.packing import RankPlan, plan_step
 from asyncrl.placement import actor_options, pin_process
 from asyncrl.queues.codec import checksum, decode_group
-from asyncrl.types import Batch, group_lag
+from asyncrl.types import Batch, Float32Array, group_lag
 from asyncrl.weight_sync.base import PushGroupSpec, plan_buckets
 
 _PUSH_LANE = "push"
@@ -99,6 +100,10 @@ class LearnerActor:
         report: PushReport | None = self._sender.send(version)
         return report
 
+    def score(self, token_ids: Sequence[int]) -> Float32Array:
+        logprobs: Float32Array = self._learner.score(token_ids)
+        return logprobs
+
     def checksum(self) -> str:
         result: str = self._learner.checksum()
         return result
@@ -172,6 +177,11 @@ class RayLearner:
         reports = await self._all("push", version, lane=self._push_lane)
         report: PushReport = reports[0]
         return report
+
+    async def score(self, token_ids: Sequence[int]) -> Float32Array:
+        first, *_ = await self._all("score", token_ids)
+        logprobs: Float32Array = first
+        return logprobs
 
     async def checksum(self) -> str:
         sums = await self._all("checksum")

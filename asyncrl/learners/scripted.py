@@ -13,13 +13,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from asyncrl.errors import InvariantError, LearnerError, StalenessError, WeightSyncError
 from asyncrl.learners.base import LearnerInfo, PushReport, StepResult
-from asyncrl.types import Batch, group_lag
+from asyncrl.types import Batch, Float32Array, group_lag
 from asyncrl.weight_sync.base import Manifest, PushGroupSpec, TensorSpec
+from asyncrl.weight_sync.scripted import scripted_logprobs
 
 StepSeconds = float | Callable[[Batch], float]
 """Duration of an update: constant, or from its batch."""
@@ -58,6 +59,7 @@ class ScriptedLearner:
         step_s: StepSeconds = 0.0,
         push_s: PushSeconds = 0.0,
         copy_s: float = 0.0,
+        score_s: float = 0.0,
         start_s: float = 0.0,
         bad_steps: Collection[int] = (),
         dies_at: int | None = None,
@@ -69,11 +71,14 @@ class ScriptedLearner:
         """Every batch that a step was asked for, in order."""
         self.pushed: list[int] = []
         """Versions that were sent, in order."""
+        self.scored: list[int] = []
+        """Versions that log-probs were asked of, in order."""
         self.push_groups: list[PushGroupSpec] = []
         self._max_staleness = max_staleness
         self._step_s = step_s
         self._push_s = push_s
         self._copy_s = copy_s
+        self._score_s = score_s
         self._stepping = False
         self._copied: int | None = None
         self._start_s = start_s
@@ -145,6 +150,14 @@ class ScriptedLearner:
             raise WeightSyncError(f"push call {call} of version {version} failed, as scripted")
         self.pushed.append(version)
         return PushReport(version, scripted_checksum(version), SCRIPTED_MANIFEST[0].nbytes, duration)
+
+    async def score(self, token_ids: Sequence[int]) -> Float32Array:
+        self._check_up()
+        if self._stepping:
+            raise InvariantError(f"asked to score in the middle of the update of version {self.version}")
+        self.scored.append(self.version)
+        await asyncio.sleep(self._score_s)
+        return scripted_logprobs(self.version, token_ids)
 
     async def checksum(self) -> str:
         self._check_up()

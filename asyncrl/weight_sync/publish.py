@@ -3,6 +3,7 @@
 Invariants:
 - A version is live only when every replica that takes work has swapped to it and echoed the
   sender's checksum.
+- Where a canary is due, a version is live only when every receiver computes with it what the learner does.
 - What is pushed is what the learner holds: the caller sees to it that no update runs meanwhile.
 - A push is bounded by ``weight_sync.timeout_s``, and fails at once when a receiver is given up. Then the
   group is rebuilt with the survivors under a new prefix, and the push is sent again: as often as
@@ -21,16 +22,20 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from asyncrl.errors import ChecksumError, GeneratorError, PushTimeoutError, WeightSyncError
+from asyncrl.errors import CanaryError, ChecksumError, GeneratorError, PushTimeoutError, WeightSyncError
 from asyncrl.generators.base import KVAfterSwap
 from asyncrl.generators.pool import GeneratorPool, Member
 from asyncrl.learners.base import Learner, LearnerInfo, PushReport
+from asyncrl.types import Metrics
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho, mismatches
+from asyncrl.weight_sync.canary import Canary
 
 log = logging.getLogger(__name__)
 
 _TRANSIENT_FAILURES = 1
 """Failures of one push that are forgiven though nobody died."""
+_FINAL = (ChecksumError, CanaryError)
+"""What sending again would not mend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class WeightPublisher:
         timeout_s: float,
         in_flight: bool,
         kv: KVAfterSwap,
+        canary: Canary | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._learner = learner
@@ -68,6 +74,7 @@ class WeightPublisher:
         self._timeout_s = timeout_s
         self._in_flight = in_flight
         self._kv = kv
+        self._canary = canary
         self._clock = clock
         self._generation = 0
         self._info: LearnerInfo | None = None
@@ -77,11 +84,20 @@ class WeightPublisher:
         """Take the facts of a learner that stands; the first push builds the group."""
         self._info = info
 
+    async def copied_out(self, version: int) -> None:
+        """With ``weight_sync.overlap``, while the learner still holds what it copied out: score it, if due.
+
+        Raises WeightSyncError when the learner takes too long.
+        """
+        canary = self._due_canary(version, self._pool.receivers)
+        if canary is not None:
+            await self._score_learner(canary, version)
+
     async def publish(self, version: int) -> PublishReport:
         """Make ``version``, which the learner holds, live on all replicas, the restarted ones included.
 
         Waits for a replica where all are being restarted. Raises WeightSyncError when it failed twice
-        without a death, NoGeneratorError when no replica is left.
+        without a death, ChecksumError or CanaryError at once, NoGeneratorError when no replica is left.
         """
         while True:
             await self._pool.until(lambda pool: pool.receivers)
@@ -92,11 +108,12 @@ class WeightPublisher:
     async def catch_up(self, version: int) -> bool:
         """Let the replicas that wait for weights in at ``version``, which the learner holds.
 
-        The live ones are left alone. False when none could be let in.
+        The live ones are left alone. False when none could be let in. With ``weight_sync.overlap`` the
+        learner may be past ``version``: without log-probs of it, the canary waits for the next push.
         """
         try:
             return await self._deliver(version, lambda: self._pool.joining) is not None
-        except ChecksumError:
+        except _FINAL:
             raise
         except WeightSyncError as error:
             # It failed at its first task: another life is worth more than the run's end.
@@ -112,9 +129,9 @@ class WeightPublisher:
             attempts += 1
             try:
                 sent, echoes = await self._push(version, receivers)
+            except _FINAL:
+                raise
             except (WeightSyncError, GeneratorError) as error:
-                if isinstance(error, ChecksumError):
-                    raise
                 await self._pool.probe(receivers)
                 transient += all(member.alive for member in receivers)
                 if transient > _TRANSIENT_FAILURES:
@@ -156,7 +173,41 @@ class WeightPublisher:
                 f"version {version}: the learner sent {sent.checksum}, but "
                 + ", ".join(f"{n} holds {e.version}:{e.checksum}" for n, e in zip(names, echoes, strict=True))
             )
+        canary = self._due_canary(version, receivers)
+        if canary is not None:
+            await self._check(canary, version, receivers)
         return sent, echoes
+
+    def _due_canary(self, version: int, receivers: list[Member]) -> Canary | None:
+        newcomers = any(member.state == "joining" for member in receivers)
+        due = self._canary is not None and self._canary.due(version, newcomers=newcomers)
+        return self._canary if due else None
+
+    async def _score_learner(self, canary: Canary, version: int) -> None:
+        start = self._clock()
+        (logprobs,) = await self._together(
+            f"scoring the canary of version {version} by the learner", self._learner.score(canary.token_ids)
+        )
+        canary.expect(version, logprobs, self._clock() - start)
+
+    async def _check(self, canary: Canary, version: int, receivers: list[Member]) -> None:
+        """Compare what the receivers compute with ``version``, which is live on them."""
+        if not canary.knows(version):
+            if canary.overlap:
+                canary.owe(version)
+                return
+            await self._score_learner(canary, version)
+        start = self._clock()
+        names = [member.name for member in receivers]
+        found = await self._together(
+            f"scoring the canary of version {version} on {', '.join(names)}",
+            *(m.call(m.replica.score(canary.token_ids)) for m in receivers),
+        )
+        canary.compare(version, dict(zip(names, found, strict=True)), self._clock() - start)
+
+    def take_metrics(self) -> Metrics:
+        """What the canary found since the last call; nothing without one."""
+        return {} if self._canary is None else self._canary.take_metrics()
 
     async def _rebuild(self, receivers: list[Member]) -> None:
         assert self._info is not None, "open() comes first"

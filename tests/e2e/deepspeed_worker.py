@@ -32,6 +32,8 @@ from asyncrl.weight_sync.verify import state_checksum
 from tests.unit.recorded_batches import MAX_AGE, record_batch, shares
 
 DEADLINE_S = 300
+SCORED = tuple((5 * i + i * i) % 23 for i in range(30))
+"""Tokens whose log-probs are asked for."""
 PRELOADED = (AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM)
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -97,6 +99,8 @@ def train(at: Rank, versions: int) -> dict[str, Any]:
     with learner(at) as (rank, manifest):
         norms, lrs, digests = [], [], []
         for version in range(versions):
+            # Between all updates: what is compared with runs that score nothing must not notice.
+            rank.score(SCORED)
             result = rank.step(share_of(at, version))
             assert not result.skipped
             norms.append(result.metrics["actor/grad_norm"])
@@ -111,6 +115,7 @@ def train(at: Rank, versions: int) -> dict[str, Any]:
             "lrs": lrs,
             "digests": digests,
             "checksum": rank.checksum(),
+            "scores": rank.score(SCORED),
             "parameters": to_arrays(dict(rank.named_parameters())),
             "buckets": None if flat[0] is None else [b.float().numpy() for b in flat if b is not None],
             "bucket_names": [[spec.name for spec in bucket] for bucket in buckets],

@@ -117,11 +117,12 @@ def finish(tmp_path: Path, *overrides: str, config: str = TINY, name: str = "tin
 
 
 def assert_sound(run: Run, *, max_staleness: int, capacity: int) -> None:
-    """What holds of every line of every run: the bound, the books, the queue's size."""
+    """What holds of every line of every run: the bound, the books, the queue's size, the canary."""
     states = ("running", "ready", "training", "trained", "filtered", "dropped", "failed")
     for line in run.metrics:
         assert line.get("staleness/max", 0) <= max_staleness
         assert line["ledger/submitted"] == sum(line[f"ledger/{state}"] for state in states)
         assert line["queue/outstanding"] <= capacity
+    assert run.metrics[0]["weight_sync/canary_diff_max"] < 1e-3
     ordinals = sorted(end["ordinal"] for end in run.ledger)
     assert ordinals == list(range(len(ordinals))), "an ordinal was lost or retired twice"

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.types import group_lag
-from tests.e2e.deepspeed_worker import run_ranks, skip, train
+from tests.e2e.deepspeed_worker import SCORED, run_ranks, skip, train
 from tests.e2e.tiny_policy import save_tiny_policy
 from tests.unit.recorded_batches import batch_of, record_batch
 
@@ -84,6 +85,19 @@ def test_every_view_of_the_weights_is_the_same(
         np.testing.assert_array_equal(state[name].numpy(), parameter)
     np.testing.assert_array_equal(state["lm_head.weight"].numpy(), state["model.embed_tokens.weight"].numpy())
     assert AutoTokenizer.from_pretrained(exported)("w3 w7")["input_ids"] == [3, 7]
+
+
+@pytest.mark.parametrize("key", [(0, 1), (0, 2), (2, 2), (3, 2)], ids=str)
+def test_scores_are_those_of_a_forward_pass_on_every_rank(
+    folder: Path, runs: dict[tuple[int, int], list[dict[str, Any]]], key: tuple[int, int]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder.parent / f"export-{key[0]}-{key[1]}").eval()
+    ids = torch.tensor(SCORED)
+    with torch.inference_mode():
+        logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(-1, ids[1:, None])[:, 0].numpy()
+    for rank in runs[key]:
+        np.testing.assert_allclose(rank["scores"], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", STAGES)

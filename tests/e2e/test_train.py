@@ -37,6 +37,7 @@ def test_two_ranks_and_two_replicas_overlap_within_the_bound_and_count_failed_re
         "learner.ranks=2",
         "learner.zero_stage=3",
         "generators.replicas=2",
+        "weight_sync.canary_every=2",
         "schedule.max_staleness=2",
         f'reward.functions=["{REWARDS}:digits_but_no_threes"]',
         "data.eval=null",
@@ -50,6 +51,10 @@ def test_two_ranks_and_two_replicas_overlap_within_the_bound_and_count_failed_re
     failed = [end for end in run.ledger if end["state"] == "failed"]
     assert failed
     assert all("no reward for threes" in end["reason"] for end in failed)
+    # Scored by two ranks with a shard each, and by both replicas.
+    checked = [line["policy_version"] for line in run.metrics if "weight_sync/canary_diff_max" in line]
+    assert checked == [0, 2, 4, 6]
+    assert all(line.get("weight_sync/canary_diff_max", 0) < 1e-3 for line in run.metrics)
     # Every push was echoed by both replicas with the learner's checksum, or the run had ended.
     assert all(line["timing_s/weight_sync"] > 0 for line in run.metrics[1:])
 
@@ -62,6 +67,7 @@ def test_pushes_overlap_the_updates_of_two_ranks_and_old_tokens_are_masked(folde
         "learner.zero_stage=3",
         "weight_sync.overlap=true",
         "weight_sync.bucket_mb=0.02",
+        "weight_sync.canary_every=2",
         "schedule.at_bound=mask",
         "schedule.max_staleness=1",
         "eval.every=3",
@@ -79,6 +85,10 @@ def test_pushes_overlap_the_updates_of_two_ranks_and_old_tokens_are_masked(folde
     assert any("rollout_corr/kl_age0" in line for line in lines)
     assert not any(name.endswith("_age2") for line in lines for name in line)
     assert "logprob_diff_alarm" not in run.text
+    # By the learner at the step's boundary, by the replica when the next update is under way.
+    differences = [line.get("weight_sync/canary_diff_max") for line in lines]
+    assert len(differences) - differences.count(None) >= 2
+    assert all(difference is None or difference < 1e-3 for difference in differences)
 
 
 def test_a_run_leaves_its_files(folder: Path) -> None:

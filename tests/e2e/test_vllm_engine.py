@@ -21,6 +21,7 @@ from asyncrl.generators.vllm_answers import request_seed
 from asyncrl.generators.vllm_engine import VLLMEngine
 from asyncrl.generators.vllm_settings import VLLMSettings
 from asyncrl.types import Completion, DrawKey, Float32Array, GenerationRequest
+from asyncrl.weight_sync.canary import DEFAULT_TOLERANCE
 
 from .vllm_models import (
     EOS,
@@ -39,6 +40,7 @@ require_vllm()
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
 SLOTS = 64
 DEADLINE_S = 300.0
+SCORED = [(5 * i + i * i) % VOCAB for i in range(64)]
 
 
 class Bench:
@@ -138,6 +140,34 @@ async def test_logprobs_are_those_of_a_forward_pass(bench, temperature):
     assert len(differences) >= 1000
     assert differences.mean() < 1e-4
     assert differences.max() < 1e-3
+
+
+async def test_scores_are_those_of_a_forward_pass_and_come_first_when_all_slots_are_full(bench):
+    engine, sender = bench.engine, bench.sender
+    await sender.push(random_llama(sender.version + 1))
+    before = engine.statistics()
+    tasks = [
+        asyncio.create_task(engine.generate(request(f"s{i}", (i % VOCAB, 3), key=i, new=60 + i % SLOTS)))
+        for i in range(2 * SLOTS)
+    ]
+    await tokens_sampled(engine, 300)
+    model = random_llama(sender.version + 1)
+    await sender.push(model)
+    expected = forward_logprobs(model, SCORED[:1], SCORED[1:]).numpy()
+    async with asyncio.timeout(DEADLINE_S):
+        # The second would find the first one's blocks in the prefix cache, and no log-probs with them.
+        for _ in range(2):
+            scores = await engine.score(SCORED)
+            np.testing.assert_allclose(scores, expected, atol=1e-3)
+            assert engine.statistics().waiting > 0, "it came after requests that had waited longer"
+        answers = await asyncio.gather(*tasks)
+        done = engine.statistics()
+        assert done.tokens - before.tokens == sum(len(got.token_ids) for got in answers)
+        await engine.score(SCORED)
+    after = engine.statistics()
+    assert (after.tokens, after.prefill_tokens) == (done.tokens, done.prefill_tokens)
+    with pytest.raises(RolloutError, match="score 512 tokens, expected 2 to 511"):
+        await engine.score([1] * POSITIONS)
 
 
 async def test_greedy_and_truncated_sampling(bench):
@@ -404,6 +434,8 @@ async def test_two_workers_in_bfloat16_take_a_push_agree_with_the_learner_and_di
             differences = distances(model, asked, answers, temperature)
             assert len(differences) >= 1000
             assert differences.mean() < 2e-2
+        expected = forward_logprobs(model, SCORED[:1], SCORED[1:]).numpy()
+        assert np.abs(await engine.score(SCORED) - expected).mean() < DEFAULT_TOLERANCE["bfloat16"] / 2
         running = asyncio.create_task(engine.generate(request("doomed", new=400)))
         await tokens_sampled(engine, 10)
         engines = [p for p in psutil.Process().children() if p.pid not in before]

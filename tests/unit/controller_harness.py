@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from asyncrl.config import Config
@@ -17,6 +18,7 @@ from asyncrl.generators.scripted import ScriptedGenerator
 from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.ledger import Retired
 from asyncrl.rollout import RolloutHost, Score
+from asyncrl.run import make_canary
 from asyncrl.simulate.clock import run_virtual
 from asyncrl.types import Metrics, ReadyGroup, Task
 from asyncrl.weight_sync.publish import WeightPublisher
@@ -143,6 +145,7 @@ def run(
             timeout_s=settings.weight_sync.timeout_s,
             in_flight=settings.schedule.in_flight_updates,
             kv=settings.schedule.kv_after_swap,
+            canary=make_canary(settings, map(Stream().task, count())),
             clock=loop.time,
         )
         evaluator = Evaluator(pool, eval_tasks, settings)
