@@ -6,10 +6,9 @@ a table, a row a push, in milliseconds:
     receive   the bytes are on the wire while generation goes on, unpacking and checksum included
     wire      of that, waiting for bytes
     unpack    of that, copying them into the staging area and summing them up
+    build     generation goes on: vLLM's loaders stack, cut and repack them (on CPU, in a twin of the model)
     pause     generation stands still, from the order to pause to the end of the order to go on
-    prepare   of that: vLLM's layers make ready to take plain weights
-    load      of that: vLLM's loaders, each layer repacked as it is complete
-    finish    of that: what remains of repacking
+    commit    of that: the workers take the new weights
     bare      vLLM's own pause and resume with nothing between them, measured before each push
     beyond    pause less bare: what the push itself costs
 
@@ -54,7 +53,7 @@ from asyncrl.weight_sync.broadcast import PushGroup, create_store
 
 log = logging.getLogger("vllm_push")
 TIMEOUT_S = 300.0
-COLUMNS = ("receive", "wire", "unpack", "pause", "prepare", "load", "finish", "bare", "beyond")
+COLUMNS = ("receive", "wire", "unpack", "build", "pause", "commit", "bare", "beyond")
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,8 @@ async def measure(options: Options, model: str) -> dict[str, Any]:
         here.send(options.pushes + 1)
         began = time.perf_counter()
         await engine.receive(options.pushes + 1)
-        idle_push = time.perf_counter() - began
+        built = max(outcome.build_s for outcome in engine.staged_outcomes)
+        idle_push = time.perf_counter() - began - built
     finally:
         sender.kill()
         await engine.close()
@@ -262,16 +262,18 @@ async def _push(engine: VLLMEngine, pipe: Connection, version: int) -> dict[str,
     pipe.send(version)
     began = time.perf_counter()
     await engine.receive(version)
-    receive = time.perf_counter() - began
+    whole = time.perf_counter() - began
     wire = max(outcome.wire_s for outcome in engine.staged_outcomes)
+    build = max(outcome.build_s for outcome in engine.staged_outcomes)
     await asyncio.to_thread(pipe.recv)
     echo = await engine.swap(version, in_flight=True, kv="keep")
     seconds = {
-        "receive": receive,
+        "receive": whole - build,
         "wire": wire,
         "unpack": echo.receive_s - wire,
+        "build": build,
         "pause": echo.pause_s,
-        **{name: max(times[name] for times in engine.load_times) for name in ("prepare", "load", "finish")},
+        "commit": max(engine.commit_times),
         "bare": bare,
         "beyond": echo.pause_s - bare,
     }

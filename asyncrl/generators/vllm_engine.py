@@ -103,8 +103,8 @@ class VLLMEngine:
         self._store: Any = None
         self._ticket = 0
         self._staged: _Staged | None = None
-        self.load_times: list[dict[str, float]] = []
-        """Seconds of the last swap's load by phase, a dict a worker."""
+        self.commit_times: list[float] = []
+        """Seconds of the last swap in which each worker exchanged its weights."""
 
     @property
     def live_version(self) -> int:
@@ -500,7 +500,7 @@ class VLLMEngine:
         return took
 
     async def _load(self, version: int) -> None:
-        self.load_times = await self._engine.collective_rpc("asyncrl_load", args=(version,))
+        self.commit_times = await self._engine.collective_rpc("asyncrl_load", args=(version,))
         await self._engine.update_weight_version(str(version))
 
     async def _count_tokens(self) -> dict[_Sequence, int]:

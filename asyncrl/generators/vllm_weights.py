@@ -5,33 +5,31 @@ Face names; vLLM's own loaders map the names and cut out the worker's shard.
 
 Invariants:
 - Nothing here waits for the network on the thread that runs the model: see ``StagingReceiver``.
-- A load is bracketed by vLLM's layerwise reload: layers may keep their weights repacked, and take
-  plain ones only between its two calls.
-- What the worker computes with is what was received: the checksum is of the tensors that are loaded,
-  and a parameter that none of them reached is an error.
+- What the worker computes with is what was received: the checksum is of the tensors that are loaded. How
+  they are loaded is ``vllm_loading``'s matter.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from asyncrl.errors import WeightSyncError
+from asyncrl.generators.vllm_loading import choose_loading
 from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec
 from asyncrl.weight_sync.staging import StagingReceiver
 
-# It warns at each push of layers that have buffers alone; parameters that are missing we look for.
+# It warns at each push of layers that have buffers alone; for parameters that are missing we look.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
@@ -72,41 +70,43 @@ class StagedWeightTransfer(WeightTransferEngine[JoinInfo, LoadInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.receiver = StagingReceiver(self.device)
-        self._names = {name for name, _ in self.model.named_parameters()}
-        self.load_s: dict[str, float] = {}
-        """Seconds of the last load, by phase: prepare, load, finish."""
+        self._loading = choose_loading(self.model, self.vllm_config, self.device)
+        self._built: int | None = None
+        self.commit_s = 0.0
+        """Seconds of the last commit, in which the worker computed nothing."""
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Start to join the push group; the outcome goes through its store."""
+        self._built = None
         self.receiver.join(spec_from_plain(init_info.spec, self.parallel_config.rank))
 
+    def receive(self, version: int, ticket: int) -> None:
+        """Start to receive and build a version in a thread; the outcome goes through the group's store."""
+        self._built = None
+        self.receiver.receive(version, ticket, then=self._build)
+
+    def _build(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        self._loading.build(tensors)
+        self._built = version
+
     def start_weight_update(self) -> None:
-        with self._timed("prepare"):
-            initialize_layerwise_reload(self.model)
+        """Nothing: loading opens and closes what it needs itself."""
 
     def receive_weights(self, update_info: LoadInfo) -> None:
-        """Hand the staged tensors to vLLM's loader; each layer is repacked once it is complete."""
-        with self._timed("load"):
-            loaded = self.model.load_weights(self.receiver.staged(update_info.version).items())
-        missing = sorted(self._names - loaded) if loaded is not None else []
-        if missing:
-            raise WeightSyncError(
-                f"version {update_info.version}: {len(missing)} of {len(self._names)} parameters of vLLM's "
-                f"model were not in the push: {', '.join(missing[:5])}"
-            )
+        """Make the built version the one that the worker computes with."""
+        if self._built != update_info.version:
+            held = "nothing" if self._built is None else f"version {self._built}"
+            raise WeightSyncError(f"asked to load version {update_info.version}, but {held} is staged")
+        began = time.perf_counter()
+        self._built = None
+        self._loading.commit()
+        self.commit_s = time.perf_counter() - began
 
     def finish_weight_update(self) -> None:
-        with self._timed("finish"):
-            finalize_layerwise_reload(self.model, self.model_config)
+        """Nothing, as at the start."""
 
     def shutdown(self) -> None:
         self.receiver.close()
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.load_s[phase] = time.perf_counter() - began
 
 
 class StagingWorker:
@@ -121,10 +121,10 @@ class StagingWorker:
 
     def asyncrl_receive(self, version: int, ticket: int) -> None:
         """Start to receive; returns at once, and the outcome goes through the group's store."""
-        self._asyncrl_transfer().receiver.receive(version, ticket)
+        self._asyncrl_transfer().receive(version, ticket)
 
-    def asyncrl_load(self, version: int) -> dict[str, float]:
-        """A whole weight update from the staging area; returns its seconds by phase.
+    def asyncrl_load(self, version: int) -> float:
+        """A whole weight update with what was built; returns the seconds that it took.
 
         The three calls of vLLM's interface in one: a trip between the processes for each would be
         time that generation stands still.
@@ -132,7 +132,7 @@ class StagingWorker:
         self.start_weight_update()
         self.update_weights({"version": version})
         self.finish_weight_update()
-        return dict(self._asyncrl_transfer().load_s)
+        return self._asyncrl_transfer().commit_s
 
     def _asyncrl_transfer(self) -> StagedWeightTransfer:
         engine = self.weight_transfer_engine

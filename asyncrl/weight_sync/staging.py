@@ -48,6 +48,8 @@ class Outcome:
     """Seconds from the call to a full staging area."""
     wire_s: float = 0.0
     """Of those, seconds that waited for bytes; the rest went into unpacking and the checksum."""
+    build_s: float = 0.0
+    """Seconds after those, in which they were made ready to be used."""
 
 
 class StagingReceiver:
@@ -88,9 +90,12 @@ class StagingReceiver:
 
         self._start(spec, _JOINED, lambda: connect_store(spec), run)
 
-    def receive(self, version: int, ticket: int) -> None:
+    def receive(
+        self, version: int, ticket: int, then: Callable[[int, dict[str, torch.Tensor]], None] | None = None
+    ) -> None:
         """Start to fill the staging area with ``version``; each call in a group has another ``ticket``.
 
+        ``then`` is called with the version and its tensors, in the thread, before the outcome is told.
         Raises WeightSyncError before ``join``.
         """
         group = self._group
@@ -102,10 +107,13 @@ class StagingReceiver:
 
         def run(_: Any) -> Outcome:
             checksum = group.receive(version, staging)
+            received = time.perf_counter()
             if group is self._group:
                 self._version = version
-            seconds = time.perf_counter() - began
-            return Outcome(group.spec.rank, None, checksum, seconds, group.wire_s)
+                if then is not None:
+                    then(version, staging)
+            built_s = time.perf_counter() - received
+            return Outcome(group.spec.rank, None, checksum, received - began, group.wire_s, built_s)
 
         self._start(group.spec, _received(version, ticket), lambda: self._store, run)
 

@@ -35,7 +35,9 @@ def require_vllm() -> None:
         pytest.skip(reason, allow_module_level=True)
 
 
-def random_llama(seed: int, dtype: torch.dtype = torch.float32, *, scale: float = 0.1) -> LlamaForCausalLM:
+def random_llama(
+    seed: int, dtype: torch.dtype = torch.float32, *, scale: float = 0.1, tied: bool = False
+) -> LlamaForCausalLM:
     """2.7 million parameters, 4 heads; the larger ``scale``, the further from uniform its distributions."""
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -46,6 +48,7 @@ def random_llama(seed: int, dtype: torch.dtype = torch.float32, *, scale: float 
         num_key_value_heads=4,
         max_position_embeddings=POSITIONS,
         initializer_range=scale,
+        tie_word_embeddings=tied,
         eos_token_id=EOS,
         bos_token_id=None,
         pad_token_id=None,
