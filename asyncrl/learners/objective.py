@@ -20,7 +20,8 @@ from torch import Tensor
 from asyncrl.algorithms.aggregation import AGGREGATIONS, StepCounts
 from asyncrl.algorithms.corrections import CORRECTIONS, CorrectionSettings, effective_sample_size
 from asyncrl.algorithms.logprobs import token_logprobs
-from asyncrl.algorithms.losses import LOSSES, LossInputs, LossSettings, log_ratio
+from asyncrl.algorithms.losses import LOSSES, LossInputs, LossSettings
+from asyncrl.algorithms.ratios import log_ratio
 from asyncrl.config import AlgorithmSection
 from asyncrl.errors import ConfigError
 from asyncrl.learners.collate import MicroBatch
