@@ -17,11 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from asyncrl.environments.base import Rollout, RolloutResult, single_turn
 from asyncrl.errors import RolloutError
 from asyncrl.generators.base import Generator
 from asyncrl.queues.codec import encode_group, group_meta
 from asyncrl.types import (
+    BoolArray,
     Completion,
     DrawKey,
     GenerationRequest,
@@ -91,7 +94,10 @@ class EngineClient:
 
 
 class RolloutHost:
-    """Runs groups against one engine."""
+    """Runs groups against one engine.
+
+    ``mask_truncated``: of an answer that was cut off at its longest, no token is trained.
+    """
 
     def __init__(
         self,
@@ -101,12 +107,14 @@ class RolloutHost:
         *,
         rollout: Rollout = single_turn,
         encode: Callable[[Group], bytes] = encode_group,
+        mask_truncated: bool = False,
     ) -> None:
         self.engine = engine
         self._scorer = scorer
         self._decode = decode
         self._rollout = rollout
         self._encode = encode
+        self._mask_truncated = mask_truncated
 
     async def run_group(self, request: GroupRequest) -> tuple[GroupMeta, bytes]:
         """All samples of one task, within ``request.deadline_s``; the meta and the encoded group."""
@@ -149,13 +157,18 @@ class RolloutHost:
             attempt=request.attempt,
             prompt_ids=result.prompt_ids,
             token_ids=result.token_ids,
-            loss_mask=result.loss_mask,
+            loss_mask=self._loss_mask(result),
             logprobs=result.logprobs,
             versions=result.versions,
             reward=score.total,
             finish_reason=result.finish_reason,
             rewards=score.parts,
         )
+
+    def _loss_mask(self, result: RolloutResult) -> BoolArray:
+        if self._mask_truncated and result.finish_reason == "length":
+            return np.zeros_like(result.loss_mask)
+        return result.loss_mask
 
     def _late_message(self, request: GroupRequest, sample: int) -> str:
         return (

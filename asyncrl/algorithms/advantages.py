@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import fsum, isfinite, sqrt
 
+from asyncrl.algorithms.names import is_path
 from asyncrl.errors import ConfigError, InvariantError
 
 STD_EPSILON = 1e-6
@@ -85,13 +86,16 @@ def group_advantages(name: str, rewards: Sequence[float], lengths: Sequence[int]
 
     ``lengths`` are the samples' trained tokens; none given: all the same. Raises ConfigError for an
     unknown name, and InvariantError for a reward that is not finite: rewards are checked where they
-    are made, so that one gets here means a bug.
+    are made, so that one gets here means a bug. The rewards themselves for a user's own function, which
+    the learner calls: users' code does not run in the controller.
     """
-    if name not in ADVANTAGES:
+    if not is_path(name) and name not in ADVANTAGES:
         raise ConfigError(f"algorithm.advantage is {name!r}, expected one of {', '.join(ADVANTAGES)}")
     bad = [r for r in rewards if not isfinite(r)]
     if bad:
         raise InvariantError(f"{len(bad)} of {len(rewards)} rewards of a group are not finite: {bad[0]}")
+    if is_path(name):
+        return tuple(rewards)
     if name not in UNBASELINED and (len(rewards) < 2 or max(rewards) == min(rewards)):
         return (0.0,) * len(rewards)
     return tuple(ADVANTAGES[name](rewards, lengths or (1,) * len(rewards)))

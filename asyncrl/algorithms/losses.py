@@ -207,7 +207,7 @@ def m2po_limit(squares: Tensor, tau: float) -> Tensor:
     ``squares`` (N,) of all tokens of the step; infinity where none has to go. Equal values go together.
     """
     ordered = squares.sort().values
-    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=squares.device)
+    means = ordered.double().cumsum(0) / torch.arange(1, len(ordered) + 1, device=squares.device)
     kept = (means < tau).sum()
     return torch.cat([ordered, ordered.new_full((1,), torch.inf)])[kept]
 

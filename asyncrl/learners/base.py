@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from asyncrl.types import Batch, Metrics, Trajectory
+from asyncrl.types import Batch, Float32Array, Metrics, Trajectory
 from asyncrl.weight_sync.base import Manifest, PushGroupSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class TrainSample:
     advantage: float
     masked: bool = False
     """Whether tokens beyond the staleness bound were masked out of it."""
+    token_advantages: Float32Array | None = None
+    """(T,) in place of ``advantage``, where advantages differ from token to token."""
 
 
 @dataclass(frozen=True, slots=True)

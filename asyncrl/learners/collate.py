@@ -33,7 +33,7 @@ class MicroBatch:
     targets: Tensor  # (N,) int64, the trained tokens
     mask: Tensor  # (B, T) bool, N of them True
     behaviour: Tensor  # (B, T) float32, log b
-    advantages: Tensor  # (B, 1) float32
+    advantages: Tensor  # (B, 1) float32, or (B, T) where they differ from token to token
     fresh: Tensor  # (B, 1) bool, rows whose trained tokens are all of the current version
     ages: Tensor  # (B, T) int64, lag of each trained token; -1 outside the mask
 
@@ -54,7 +54,8 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
     input_ids = np.zeros((rows, max(width, 1)), np.int64)
     mask = np.zeros((rows, response), np.bool_)
     behaviour = np.zeros((rows, response), np.float32)
-    advantages = np.zeros((rows, 1), np.float32)
+    by_token = any(sample.token_advantages is not None for sample in samples)
+    advantages = np.zeros((rows, response if by_token else 1), np.float32)
     fresh = np.zeros((rows, 1), np.bool_)
     ages = np.full((rows, response), -1, np.int64)
     positions: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = [np.zeros(0, np.int64)]
@@ -65,7 +66,10 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
         input_ids[row, : len(tokens) - 1] = tokens[:-1]
         mask[row, :length] = t.loss_mask
         behaviour[row, :length] = t.logprobs
-        advantages[row] = sample.advantage
+        if sample.token_advantages is None:
+            advantages[row] = sample.advantage
+        else:
+            advantages[row, :length] = sample.token_advantages
         # What follows a masked token was sampled with keys and values of an older version.
         fresh[row] = not sample.masked and bool(np.all(t.versions[t.loss_mask] == version))
         trained = np.flatnonzero(t.loss_mask)

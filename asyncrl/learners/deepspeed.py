@@ -32,9 +32,12 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.algorithms.aggregation import StepCounts
+from asyncrl.algorithms.names import is_path
+from asyncrl.algorithms.registry import user_advantage
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
 from asyncrl.errors import ConfigError, StalenessError
-from asyncrl.learners.base import LearnerInfo, RankStep, StepResult
+from asyncrl.learners.advantages import batch_wide, from_user
+from asyncrl.learners.base import LearnerInfo, RankStep, StepResult, TrainSample
 from asyncrl.learners.collate import collate
 from asyncrl.learners.masking import mask_stale
 from asyncrl.learners.objective import Objective, Tally
@@ -55,7 +58,9 @@ class DeepSpeedLearner:
     """A ``LearnerRank``: every rank gets the same calls in the same order.
 
     ``master`` is host and port where the ranks meet; rank 0 listens there, on that address alone.
-    ``total_steps`` is where the falling learning rate schedules end.
+    ``total_steps`` is where the falling learning rate schedules end, ``length_norm`` the divisor of
+    seq-mean-token-sum-norm in tokens, ``folder`` where users' own functions are looked up (default: the
+    current one).
     """
 
     def __init__(
@@ -73,10 +78,19 @@ class DeepSpeedLearner:
         world_size: int = 1,
         master: tuple[str, int],
         deterministic: bool = False,
+        length_norm: float = 1.0,
+        folder: Path | None = None,
     ) -> None:
         self._model_section = model
         self._settings = learner
-        self._objective = Objective(algorithm, temperature, max_staleness)
+        self._algorithm = algorithm
+        self._objective = Objective(algorithm, temperature, max_staleness, folder)
+        self._user_advantage = (
+            user_advantage(algorithm.advantage, folder or Path.cwd())
+            if is_path(algorithm.advantage)
+            else None
+        )
+        self._length_norm = length_norm
         self._model_path = model_path
         self._max_staleness = max_staleness
         self._mask_stale = mask_stale
@@ -130,16 +144,36 @@ class DeepSpeedLearner:
 
     def accumulate(self, share: RankStep) -> Tally:
         """Forward and backward over all micro-batches: leaves the step's gradient; collective."""
-        counts = StepCounts(share.loss_tokens, share.sequences)
+        counts = StepCounts(share.loss_tokens, share.sequences, self._length_norm)
         tally = Tally(self._device)
-        last = len(share.micro_batches) - 1
-        for i, rows in enumerate(share.micro_batches):
-            batch = collate([share.samples[row] for row in rows], share.version, self._device)
+        samples = self._with_advantages(share.samples)
+        batches = [[samples[row] for row in rows] for rows in share.micro_batches]
+        limit = self._preview(batches, share.version) if self._objective.needs_preview else None
+        last = len(batches) - 1
+        for i, rows in enumerate(batches):
+            batch = collate(rows, share.version, self._device)
             self._engine.set_gradient_accumulation_boundary(i == last)
             logits = selected_logits(self._engine, batch.input_ids, batch.positions)
-            loss = self._objective(logits, batch, counts, tally)
+            loss = self._objective(logits, batch, counts, tally, limit)
             self._engine.backward(loss * self._world_size)
         return tally
+
+    def _with_advantages(self, samples: tuple[TrainSample, ...]) -> tuple[TrainSample, ...]:
+        """The samples with what the learner has to add to their advantages; collective."""
+        if self._user_advantage is not None:
+            return from_user(samples, self._user_advantage)
+        algorithm = self._algorithm
+        return batch_wide(samples, algorithm.advantage, algorithm.gamma, self._all_sum, self._device)
+
+    @torch.no_grad()
+    def _preview(self, batches: Sequence[Sequence[TrainSample]], version: int) -> Tensor:
+        """A forward pass over the whole step, for losses that look at all of its tokens; collective."""
+        previews = []
+        for rows in batches:
+            batch = collate(rows, version, self._device)
+            logits = selected_logits(self._engine, batch.input_ids, batch.positions)
+            previews.append(self._objective.preview(logits, batch))
+        return self._objective.limit(self._all_gather(torch.cat(previews)))
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Full parameters in the compute dtype; each is valid until the next is asked for."""
@@ -328,6 +362,18 @@ class DeepSpeedLearner:
     def _all_sum(self, values: Tensor) -> None:
         if self._world_size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.SUM)
+
+    def _all_gather(self, values: Tensor) -> Tensor:
+        """The values of all ranks, (N,) each, any N: one tensor, padded with infinity."""
+        if self._world_size == 1:
+            return values
+        longest = torch.tensor(len(values), device=self._device)
+        self._all_max(longest)
+        padded = values.new_full((int(longest),), torch.inf)
+        padded[: len(values)] = values
+        parts = [torch.empty_like(padded) for _ in range(self._world_size)]
+        dist.all_gather(parts, padded)
+        return torch.cat(parts)
 
     def _all_max(self, values: Tensor) -> None:
         if self._world_size > 1:
