@@ -7,6 +7,7 @@ from math import ceil
 
 from rich.table import Table
 
+from asyncrl.algorithms.names import PRESETS
 from asyncrl.config import Config
 from asyncrl.data.prompts import Prompts
 from asyncrl.placement import deal_cores
@@ -74,6 +75,7 @@ class Plan:
         table.add_row("model", self._model_text())
         table.add_row("data", str(self.prompts.report))
         table.add_row("reward", self._reward_text())
+        table.add_row("algorithm", algorithm_text(config))
         table.add_row(
             "length",
             f"{run.steps} steps x {rollout.groups_per_step} groups x {rollout.group_size} samples = "
@@ -111,6 +113,26 @@ class Plan:
         weights = ", ".join(f"{f.weight:g} x {f.name or f.path}" for f in self.config.reward.functions)
         shown = repr(self.score.completion[:40])
         return f"{weights}; one row scored for real: {self.score.total:g} for {shown}"
+
+
+def algorithm_text(config: Config) -> str:
+    """Every key of the section as it came out: what the preset says, and what was set beside it."""
+    values = config.algorithm.model_dump()
+    preset = values.pop("preset")
+    values["length_norm"] = config.length_norm
+    given = PRESETS[preset]
+    differing = [key for key in given if values[key] != given[key]]
+    remark = f" but for {', '.join(differing)}" if differing else ""
+    return f"preset {preset}{remark}\n" + "\n".join(f"{key}: {_shown(v)}" for key, v in values.items())
+
+
+def _shown(value: object) -> str:
+    """As it stands in a config."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple):
+        return f"[{', '.join(_shown(v) for v in value)}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def effective_depth(config: Config) -> tuple[int, str]:

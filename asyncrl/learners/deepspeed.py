@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from asyncrl.algorithms.advantages import GroupAdvantage
 from asyncrl.algorithms.aggregation import StepCounts
 from asyncrl.algorithms.names import is_path
 from asyncrl.algorithms.registry import user_advantage
@@ -83,13 +84,11 @@ class DeepSpeedLearner:
     ) -> None:
         self._model_section = model
         self._settings = learner
-        self._algorithm = algorithm
         self._objective = Objective(algorithm, temperature, max_staleness, folder)
-        self._user_advantage = (
-            user_advantage(algorithm.advantage, folder or Path.cwd())
-            if is_path(algorithm.advantage)
-            else None
-        )
+        self._advantage, self._gamma = algorithm.advantage, algorithm.gamma
+        self._user_advantage: GroupAdvantage | None = None
+        if is_path(algorithm.advantage):
+            self._user_advantage = user_advantage(algorithm.advantage, folder or Path.cwd())
         self._length_norm = length_norm
         self._model_path = model_path
         self._max_staleness = max_staleness
@@ -162,8 +161,7 @@ class DeepSpeedLearner:
         """The samples with what the learner has to add to their advantages; collective."""
         if self._user_advantage is not None:
             return from_user(samples, self._user_advantage)
-        algorithm = self._algorithm
-        return batch_wide(samples, algorithm.advantage, algorithm.gamma, self._all_sum, self._device)
+        return batch_wide(samples, self._advantage, self._gamma, self._all_sum, self._device)
 
     @torch.no_grad()
     def _preview(self, batches: Sequence[Sequence[TrainSample]], version: int) -> Tensor:
