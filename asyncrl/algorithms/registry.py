@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from math import isfinite
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,20 @@ def user_advantage(path: str, folder: Path) -> GroupAdvantage:
     function = _loaded("algorithm.advantage", path, folder, "(rewards, lengths)")
 
     def checked(rewards: Sequence[float], lengths: Sequence[int]) -> tuple[float, ...]:
-        found = function(list(rewards), list(lengths))
-        numbers = tuple(found) if isinstance(found, Sequence) or hasattr(found, "__len__") else (found,)
+        try:
+            found = function(list(rewards), list(lengths))
+        except Exception as error:
+            raise ConfigError(
+                f"algorithm.advantage: {path} raised {type(error).__name__}: {error} for the rewards "
+                f"{tuple(rewards)}"
+            ) from error
+        numbers = tuple(found) if hasattr(found, "__len__") else (found,)
         if len(numbers) != len(rewards):
             raise ConfigError(
                 f"algorithm.advantage: {path} returned {len(numbers)} values for {len(rewards)} rewards; "
                 "expected one a reward"
             )
-        if not all(isinstance(n, Real) or hasattr(n, "__float__") for n in numbers):
+        if not all(hasattr(n, "__float__") for n in numbers):
             raise ConfigError(f"algorithm.advantage: {path} returned {numbers!r:.200}; expected numbers")
         bad = [i for i, n in enumerate(numbers) if not isfinite(float(n))]
         if bad:
