@@ -84,11 +84,7 @@ class DeepSpeedLearner:
     ) -> None:
         self._model_section = model
         self._settings = learner
-        self._objective = Objective(algorithm, temperature, max_staleness, folder)
-        self._advantage, self._gamma = algorithm.advantage, algorithm.gamma
-        self._user_advantage: GroupAdvantage | None = None
-        if is_path(algorithm.advantage):
-            self._user_advantage = user_advantage(algorithm.advantage, folder or Path.cwd())
+        self._set_algorithm(algorithm, temperature, max_staleness, folder or Path.cwd())
         self._length_norm = length_norm
         self._model_path = model_path
         self._max_staleness = max_staleness
@@ -102,6 +98,15 @@ class DeepSpeedLearner:
         self._manifest: Manifest = ()
         self._parameters: dict[str, nn.Parameter] = {}
         self._engine: Any = None
+
+    def _set_algorithm(
+        self, algorithm: AlgorithmSection, temperature: float, max_staleness: int, folder: Path
+    ) -> None:
+        self._objective = Objective(algorithm, temperature, max_staleness, folder)
+        self._advantage, self._gamma = algorithm.advantage, algorithm.gamma
+        self._user_advantage: GroupAdvantage | None = None
+        if is_path(algorithm.advantage):
+            self._user_advantage = user_advantage(algorithm.advantage, folder)
 
     def start(self) -> LearnerInfo:
         """Meet the other ranks, load the model, build the engine; collective."""
