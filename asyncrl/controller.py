@@ -426,7 +426,10 @@ class Controller:
 
     def _without_signal(self, meta: GroupMeta) -> bool:
         """Whether all rewards of a group are the same, as its advantages see them."""
-        return len(set(self._shaping.shaped(meta.trajectories))) == 1
+        return len(set(self._shaped_rewards(meta))) == 1
+
+    def _shaped_rewards(self, meta: GroupMeta) -> tuple[float, ...]:
+        return self._shaping.shaped(meta.rewards, [answer.response_tokens for answer in meta.trajectories])
 
     def _retire_unusable(
         self, task: Task, state: FinalState, reason: str, reward_mean: float | None = None
@@ -564,9 +567,8 @@ class Controller:
         return result
 
     def _advantages(self, meta: GroupMeta) -> tuple[float, ...]:
-        answers = meta.trajectories
-        lengths = [answer.loss_tokens for answer in answers]
-        return group_advantages(self.config.algorithm.advantage, self._shaping.shaped(answers), lengths)
+        lengths = [answer.loss_tokens for answer in meta.trajectories]
+        return group_advantages(self.config.algorithm.advantage, self._shaped_rewards(meta), lengths)
 
     def _retire_idle(self, groups: Sequence[ReadyGroup]) -> None:
         """Groups that a step did without, because their rewards are all the same."""

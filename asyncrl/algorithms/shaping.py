@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.types import TrajectoryMeta
-
 
 @dataclass(frozen=True, slots=True)
 class RewardShaping:
@@ -26,9 +24,9 @@ class RewardShaping:
     overlong_penalty: float = 1.0
     """Taken off an answer that used up the buffer."""
 
-    def shaped(self, answers: Sequence[TrajectoryMeta]) -> tuple[float, ...]:
-        """The rewards of one group, as advantages are made from them."""
-        return tuple(self.reward(a.reward, a.response_tokens) for a in answers)
+    def shaped(self, rewards: Sequence[float], lengths: Sequence[int]) -> tuple[float, ...]:
+        """The rewards of one group, as advantages are made from them; lengths of the whole answers."""
+        return tuple(self.reward(reward, n) for reward, n in zip(rewards, lengths, strict=True))
 
     def reward(self, reward: float, length: int) -> float:
         """One answer's."""

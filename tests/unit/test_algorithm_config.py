@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+import yaml
 
 from asyncrl.algorithms.advantages import ADVANTAGES, UNBASELINED
 from asyncrl.algorithms.aggregation import AGGREGATIONS
@@ -196,3 +199,28 @@ def test_a_users_loss_is_held_to_its_signature(folder: Path, path: str, text: st
 def test_a_config_with_users_functions_is_valid(folder: Path) -> None:
     overrides: list[Any] = ["algorithm.advantage=mine.py:advantage", "algorithm.loss=mine.py:loss"]
     require_algorithm(parse_config(VALUES, overrides), folder)
+
+
+def test_the_functions_in_the_docs_work(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "mine.py").write_text(code)
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    config = parse_config({**VALUES, **yaml.safe_load(block)})
+    require_algorithm(config, tmp_path)
+    assert user_advantage(config.algorithm.advantage, tmp_path)([0.0, 1.0, 5.0], [1, 1, 1]) == (-1, 0, 4)
+    inputs = replace(some_inputs(), advantages=torch.tensor([[1.0, float("nan")]], dtype=torch.float64))
+    found = policy_loss(config.algorithm.loss, tmp_path)(inputs, LossSettings()).loss
+    assert torch.equal(found, LOSSES["ppo_clip"](inputs, LossSettings(clip_high=10.0)).loss)
+
+
+def test_the_docs_name_everything_there_is() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    for name in (*ADVANTAGE_NAMES, *LOSS_NAMES, *CORRECTIONS, *PRESETS):
+        assert f"`{name}`" in text
+    for preset, values in PRESETS.items():
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| `{preset}` | ") and ":" in line]
+        stated = {
+            k: v for block in re.findall(r"`(\w+: [^`]+)`", row) for k, v in yaml.safe_load(block).items()
+        }
+        assert {k: float(v) if isinstance(values[k], float) else v for k, v in stated.items()} == values

@@ -29,7 +29,6 @@ from asyncrl.algorithms.preferences import answer_log_ratio, dpo, ipo, margins, 
 from asyncrl.algorithms.ratios import log_linear_proximal
 from asyncrl.algorithms.returns import discounted_returns, gae, outcome_rewards
 from asyncrl.algorithms.shaping import RewardShaping, overlong
-from asyncrl.types import TrajectoryMeta
 
 NAN = float("nan")
 LN2 = log(2.0)
@@ -202,10 +201,6 @@ def test_moving_average() -> None:
         update_average(average, [], decay=0.5)
 
 
-def answer(reward: float, length: int) -> TrajectoryMeta:
-    return TrajectoryMeta(0, 5, length, reward, "stop", ((0, length),))
-
-
 def test_shaping_of_rewards() -> None:
     # Up to 20 tokens with a buffer of 5: the penalty rises from 0 at 15 to 1 at 20.
     assert [overlong(n, 20, 5) for n in (0, 15, 17, 20, 21)] == [0, 0, pytest.approx(0.4), 1, 1]
@@ -213,9 +208,9 @@ def test_shaping_of_rewards() -> None:
         max_tokens=20, clip=(-1.0, 1.0), length_penalty=0.2, overlong_buffer=5, overlong_penalty=0.5
     )
     # 3 clipped to 1, less 0.2 * 10 / 20; 0, less 0.2 * 17 / 20 and 0.5 * 2 / 5; -7 to -1, less 0.2 and 0.5.
-    found = shaping.shaped([answer(3.0, 10), answer(0.0, 17), answer(-7.0, 20)])
+    found = shaping.shaped([3.0, 0.0, -7.0], [10, 17, 20])
     assert found == pytest.approx((0.9, -0.37, -1.7))
-    assert RewardShaping(max_tokens=20).shaped([answer(3.25, 20)]) == (3.25,)
+    assert RewardShaping(max_tokens=20).shaped([3.25], [20]) == (3.25,)
 
 
 def test_returns_and_estimates_skip_what_a_tool_wrote() -> None:
