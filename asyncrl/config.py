@@ -271,6 +271,11 @@ class AlgorithmSection(Section):
     """dppo: factor of (log pi/b)^2."""
     m2po_tau: PositiveFloat = 0.04
     """m2po: bound on the mean of (log pi/b)^2 over the step."""
+    epochs: PositiveInt = 1
+    """Times that a step goes through its groups. The policy version still moves once a step, and p stays
+    the policy of the step's start."""
+    mini_batches: PositiveInt = 1
+    """Optimizer updates in each of them, every one of an equal part of the groups."""
     entropy_coef: NonNegativeFloat = 0.0
     """Factor of the policy's mean entropy, which is taken off the loss."""
     old_logprobs: Literal["recompute", "behaviour", "log_linear"] = "recompute"

@@ -169,10 +169,14 @@ def _groups(config: Config) -> list[str]:
             f"rollout.min_group: found {rollout.min_group}; expected at most rollout.group_size = "
             f"{rollout.group_size}"
         )
-    if rollout.groups_per_step < config.learner.ranks:
+    ranks, parts = config.learner.ranks, algorithm.mini_batches
+    if rollout.groups_per_step < ranks * parts:
+        needed = f"learner.ranks = {ranks}"
+        if parts > 1:
+            needed = f"learner.ranks * algorithm.mini_batches = {ranks} * {parts} = {ranks * parts}"
         problems.append(
-            f"rollout.groups_per_step: found {rollout.groups_per_step}; expected at least learner.ranks = "
-            f"{config.learner.ranks}, because whole groups go to each rank"
+            f"rollout.groups_per_step: found {rollout.groups_per_step}; expected at least {needed}, because "
+            "whole groups go to each rank"
         )
     return problems
 

@@ -36,6 +36,7 @@ class MicroBatch:
     advantages: Tensor  # (B, 1) float32, or (B, T) where they differ from token to token
     fresh: Tensor  # (B, 1) bool, rows whose trained tokens are all of the current version
     ages: Tensor  # (B, T) int64, lag of each trained token; -1 outside the mask
+    proximal: Tensor | None = None  # (B, T) float32, log p; None where p is the policy as it is
 
 
 def collate(samples: Sequence[TrainSample], version: int, device: torch.device) -> MicroBatch:
@@ -58,6 +59,8 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
     advantages = np.zeros((rows, response if by_token else 1), np.float32)
     fresh = np.zeros((rows, 1), np.bool_)
     ages = np.full((rows, response), -1, np.int64)
+    moved_on = any(sample.proximal is not None for sample in samples)
+    proximal = np.zeros((rows, response), np.float32) if moved_on else None
     positions: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = [np.zeros(0, np.int64)]
     targets = [np.zeros(0, np.int64)]
     for row, (sample, t) in enumerate(zip(samples, trajectories, strict=True)):
@@ -70,6 +73,8 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
             advantages[row] = sample.advantage
         else:
             advantages[row, :length] = sample.token_advantages
+        if proximal is not None:
+            proximal[row, :length] = sample.proximal
         # What follows a masked token was sampled with keys and values of an older version.
         fresh[row] = not sample.masked and bool(np.all(t.versions[t.loss_mask] == version))
         trained = np.flatnonzero(t.loss_mask)
@@ -89,6 +94,7 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
         advantages=to_device(advantages),
         fresh=to_device(fresh),
         ages=to_device(ages),
+        proximal=None if proximal is None else to_device(proximal),
     )
 
 

@@ -21,9 +21,11 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from math import isfinite
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ from asyncrl.algorithms.registry import user_advantage
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
 from asyncrl.errors import ConfigError, StalenessError
 from asyncrl.learners.advantages import batch_wide, from_user
-from asyncrl.learners.base import LearnerInfo, RankStep, StepResult, TrainSample
+from asyncrl.learners.base import LearnerInfo, MiniBatch, RankStep, StepResult, TrainSample
 from asyncrl.learners.collate import collate
 from asyncrl.learners.masking import mask_stale
 from asyncrl.learners.objective import Objective, Tally
@@ -104,6 +106,7 @@ class DeepSpeedLearner:
     ) -> None:
         self._objective = Objective(algorithm, temperature, max_staleness, folder)
         self._advantage, self._gamma = algorithm.advantage, algorithm.gamma
+        self._epochs = algorithm.epochs
         self._user_advantage: GroupAdvantage | None = None
         if is_path(algorithm.advantage):
             self._user_advantage = user_advantage(algorithm.advantage, folder)
@@ -130,7 +133,6 @@ class DeepSpeedLearner:
         if self._mask_stale:
             share = mask_stale(share, self._max_staleness)
         self._check_staleness(share)
-        tally = self.accumulate(share)
         lr = learning_rate(
             share.version,
             peak=self._settings.lr,
@@ -138,29 +140,55 @@ class DeepSpeedLearner:
             warmup_steps=self._settings.warmup_steps,
             total_steps=self._total_steps,
         )
-        grad_norm, skipped = self._update(lr)
+        samples = self._with_advantages(share.samples)
+        updates = (share.mini_batches or (share.whole,)) * self._epochs
+        if len(updates) > 1:
+            samples = self._with_proximal(samples, share)
+        tally, norms, skipped = Tally(self._device), [], False
+        for update in updates:
+            self._accumulate(samples, update, share.version, tally)
+            grad_norm, skipped = self._update(lr)
+            norms.append(grad_norm)
+            if skipped:
+                break
         metrics = tally.metrics(self._all_sum, self._all_max)
-        metrics |= {"actor/grad_norm": grad_norm, "actor/nonfinite_grads": float(skipped), "actor/lr": lr}
+        metrics["actor/pg_loss"] /= len(norms)
+        metrics |= {
+            "actor/grad_norm": fmean(norms),
+            "actor/nonfinite_grads": float(skipped),
+            "actor/lr": lr,
+            "actor/updates": float(len(norms) - skipped),
+        }
         if skipped:
             metrics = _finite(metrics)
-            log.warning("the update of version %d was skipped, not finite: %s", share.version, metrics)
-        return StepResult(skipped, metrics, time.perf_counter() - start)
+            log.warning(
+                "update %d of %d in the step of version %d was skipped, not finite: %s",
+                len(norms),
+                len(updates),
+                share.version,
+                metrics,
+            )
+        return StepResult(skipped and len(norms) == 1, metrics, time.perf_counter() - start)
 
     def accumulate(self, share: RankStep) -> Tally:
         """Forward and backward over all micro-batches: leaves the step's gradient; collective."""
-        counts = StepCounts(share.loss_tokens, share.sequences, self._length_norm)
         tally = Tally(self._device)
-        samples = self._with_advantages(share.samples)
-        batches = [[samples[row] for row in rows] for rows in share.micro_batches]
-        limit = self._preview(batches, share.version) if self._objective.needs_preview else None
-        last = len(batches) - 1
-        for i, rows in enumerate(batches):
-            batch = collate(rows, share.version, self._device)
+        self._accumulate(self._with_advantages(share.samples), share.whole, share.version, tally)
+        return tally
+
+    def _accumulate(
+        self, samples: Sequence[TrainSample], update: MiniBatch, version: int, tally: Tally
+    ) -> None:
+        """The gradient of one optimizer update; collective."""
+        counts = StepCounts(update.loss_tokens, update.sequences, self._length_norm)
+        limit = self._limit(samples, update, version) if self._objective.needs_preview else None
+        last = len(update.micro_batches) - 1
+        for i, rows in enumerate(update.micro_batches):
+            batch = collate([samples[row] for row in rows], version, self._device)
             self._engine.set_gradient_accumulation_boundary(i == last)
             logits = selected_logits(self._engine, batch.input_ids, batch.positions)
             loss = self._objective(logits, batch, counts, tally, limit)
             self._engine.backward(loss * self._world_size)
-        return tally
 
     def _with_advantages(self, samples: tuple[TrainSample, ...]) -> tuple[TrainSample, ...]:
         """The samples with what the learner has to add to their advantages; collective."""
@@ -169,11 +197,24 @@ class DeepSpeedLearner:
         return batch_wide(samples, self._advantage, self._gamma, self._all_sum, self._device)
 
     @torch.no_grad()
-    def _preview(self, batches: Sequence[Sequence[TrainSample]], version: int) -> Tensor:
-        """A forward pass over the whole step, for losses that look at all of its tokens; collective."""
+    def _with_proximal(self, samples: tuple[TrainSample, ...], share: RankStep) -> tuple[TrainSample, ...]:
+        """The samples with the log-probs of the policy as it is now; collective."""
+        found = list(samples)
+        for rows in share.micro_batches:
+            batch = collate([samples[row] for row in rows], share.version, self._device)
+            logits = selected_logits(self._engine, batch.input_ids, batch.positions)
+            logprobs = self._objective.logprobs(logits, batch).to("cpu", torch.float32).numpy()  # (B, T)
+            for row, of_row in zip(rows, logprobs, strict=False):
+                length = len(samples[row].trajectory.token_ids)
+                found[row] = replace(samples[row], proximal=of_row[:length])
+        return tuple(found)
+
+    @torch.no_grad()
+    def _limit(self, samples: Sequence[TrainSample], update: MiniBatch, version: int) -> Tensor:
+        """What a loss that looks at all tokens of an update has to know of them; collective."""
         previews = []
-        for rows in batches:
-            batch = collate(rows, version, self._device)
+        for rows in update.micro_batches:
+            batch = collate([samples[row] for row in rows], version, self._device)
             logits = selected_logits(self._engine, batch.input_ids, batch.positions)
             previews.append(self._objective.preview(logits, batch))
         return self._objective.limit(self._all_gather(torch.cat(previews)))

@@ -91,7 +91,14 @@ class LearnerActor:
                 TrainSample(group.ordinal, trajectory, advantage)
                 for trajectory, advantage in zip(group.trajectories, weights, strict=True)
             ]
-        share = RankStep(version, tuple(samples), plan.micro_batches, plan.loss_tokens, plan.sequences)
+        share = RankStep(
+            version,
+            tuple(samples),
+            plan.micro_batches,
+            plan.loss_tokens,
+            plan.sequences,
+            plan.mini_batches,
+        )
         result: StepResult = self._learner.step(share)
         return result
 
@@ -159,7 +166,12 @@ class RayLearner:
 
     async def step(self, batch: Batch) -> StepResult:
         self._check_staleness(batch)
-        plans = plan_step(batch, len(self._ranks), self._config.learner.micro_batch_tokens)
+        plans = plan_step(
+            batch,
+            len(self._ranks),
+            self._config.learner.micro_batch_tokens,
+            self._config.algorithm.mini_batches,
+        )
         calls = []
         for rank, (actor, plan) in enumerate(zip(self._ranks, plans, strict=True)):
             items = [batch.items[i] for i in plan.items]

@@ -57,6 +57,12 @@ class Objective:
         self._correction_settings = _settings(CorrectionSettings, algorithm)
         self._aggregate = AGGREGATIONS[algorithm.aggregation]
 
+    @torch.no_grad()
+    def logprobs(self, logits: Tensor, batch: MicroBatch) -> Tensor:
+        """log pi of a micro-batch, 0 outside the mask: (N, V) -> (B, T)."""
+        flat, _ = token_logprobs(logits, batch.targets, self._temperature)  # (N,)
+        return flat.new_zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
+
     @property
     def needs_preview(self) -> bool:
         """Whether the loss of a token depends on the log-probs of all tokens of the step."""
@@ -88,12 +94,13 @@ class Objective:
         )  # (N,), (N,)
         mask = batch.mask
         logprobs = flat.new_zeros(mask.shape).masked_scatter(mask, flat)  # (B, T)
-        # One update a step: the policy at the step's start is the one that was just run.
         own = logprobs.detach()
+        # In the first update of a step, the policy at its start is the one that was just run.
+        start = own if batch.proximal is None else batch.proximal.to(own.dtype)
         behaviour = batch.behaviour.to(own.dtype)
         inputs = LossInputs(
             logprobs=logprobs,
-            proximal=self._proximal(own, behaviour, batch.ages),
+            proximal=self._proximal(start, own, behaviour, batch.ages),
             behaviour=behaviour,
             advantages=batch.advantages.to(own.dtype),
             mask=mask,
@@ -106,10 +113,10 @@ class Objective:
             entropies = flat.new_zeros(mask.shape).masked_scatter(mask, entropy)  # (B, T)
             loss = loss - self._entropy_coef * self._aggregate(entropies, mask, counts)
         with torch.no_grad():
-            ratio = torch.where(mask, log_ratio(own, behaviour, mask).exp(), 0.0)
+            ratio = torch.where(mask, log_ratio(start, behaviour, mask).exp(), 0.0)
             weights = correction.weights if self._corrected else ratio
-            difference = torch.where(mask & batch.fresh, (own - behaviour).abs(), 0.0)
-            behaviour_kl = torch.where(mask, behaviour - own, 0.0)
+            difference = torch.where(mask & batch.fresh, (start - behaviour).abs(), 0.0)
+            behaviour_kl = torch.where(mask, behaviour - start, 0.0)
             lower = torch.zeros_like(mask) if result.clipped_lower is None else result.clipped_lower
             tally.add(
                 loss=pg_loss,
@@ -133,10 +140,10 @@ class Objective:
         # 0 times a finite loss adds nothing; 0 times another is NaN, and so is every gradient then.
         return loss + flat.sum() * (loss.detach() * 0.0)
 
-    def _proximal(self, own: Tensor, behaviour: Tensor, ages: Tensor) -> Tensor:
+    def _proximal(self, start: Tensor, own: Tensor, behaviour: Tensor, ages: Tensor) -> Tensor:
         """log p, (B, T)."""
         if self._old_logprobs == "recompute":
-            return own
+            return start
         return behaviour if self._old_logprobs == "behaviour" else log_linear_proximal(own, behaviour, ages)
 
 

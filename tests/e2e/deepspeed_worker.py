@@ -118,6 +118,17 @@ def algorithm_gradients(
     return found
 
 
+def several_updates(at: Rank, algorithm: dict[str, Any]) -> tuple[bool, dict[str, float], Arrays]:
+    """One step with the epochs and mini-batches of ``algorithm``: skipped, metrics, parameters."""
+    section = AlgorithmSection.model_validate(algorithm)
+    with learner(at) as (rank, _):
+        rank._set_algorithm(section, TEMPERATURE, MAX_AGE, Path.cwd())
+        batch = record_batch(2)
+        share = shares(batch, 2, at.ranks, 80, section.advantage, section.mini_batches)[at.rank]
+        result = rank.step(share)
+        return result.skipped, result.metrics, to_arrays(dict(rank.named_parameters()))
+
+
 def train(at: Rank, versions: int) -> dict[str, Any]:
     """Train on the recorded batches, then look at the weights in every way that a learner offers."""
     with learner(at) as (rank, manifest):

@@ -67,7 +67,12 @@ def batch_of(groups: Sequence[Group], version: int, advantage: str = "grpo") -> 
 
 
 def shares(
-    groups: Sequence[Group], version: int, ranks: int, micro_batch_tokens: int, advantage: str = "grpo"
+    groups: Sequence[Group],
+    version: int,
+    ranks: int,
+    micro_batch_tokens: int,
+    advantage: str = "grpo",
+    mini_batches: int = 1,
 ) -> list[RankStep]:
     """What each rank is asked to train."""
     batch = batch_of(groups, version, advantage)
@@ -84,6 +89,7 @@ def shares(
             micro_batches=plan.micro_batches,
             loss_tokens=plan.loss_tokens,
             sequences=plan.sequences,
+            mini_batches=plan.mini_batches,
         )
-        for plan in plan_step(batch, ranks, micro_batch_tokens)
+        for plan in plan_step(batch, ranks, micro_batch_tokens, mini_batches)
     ]
