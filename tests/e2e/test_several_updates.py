@@ -17,7 +17,13 @@ from tests.e2e.tiny_policy import save_tiny_policy
 from tests.unit.recorded_batches import record_batch, shares
 
 LR = 3e-3
-ALGORITHM: dict[str, Any] = {"epochs": 2, "mini_batches": 2, "clip_low": 0.05, "clip_high": 0.05}
+ALGORITHM: dict[str, Any] = {
+    "epochs": 2,
+    "mini_batches": 2,
+    "clip_low": 0.05,
+    "clip_high": 0.05,
+    "clip_dual": None,
+}
 # As the worker's learner has them; the warm-up of 3 steps is over at version 2.
 BETAS, EPSILON, MAX_GRAD_NORM = (0.9, 0.95), 1e-8, 0.05
 
