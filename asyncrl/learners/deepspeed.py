@@ -7,9 +7,10 @@ before each forward pass whether this is the last; and its float32 stage 0 check
 Invariants:
 - A trained token with lag > max_staleness, or of a version that does not exist yet, raises
   StalenessError before anything is computed; with ``mask_stale`` the former is masked out instead.
-- The gradient is that of the loss over the whole step, whatever the micro-batches and ranks.
-- A loss or gradient that is not finite, on any rank, skips the update on every rank: parameters and
-  optimizer state keep their bits.
+- The gradient is that of the loss over the whole update (the step, or one of its mini-batches), whatever
+  the micro-batches and ranks.
+- A loss or gradient that is not finite, on any rank, skips the update on every rank, and those that
+  would follow it in the step: parameters and optimizer state keep their bits.
 - The learning rate depends on the policy version alone; a rank holds no other scheduler state.
 """
 

@@ -196,7 +196,10 @@ def divergence(inputs: Inputs, name: str, expected: Any) -> dict[str, Any]:
 def value_loss(inputs: Inputs, name: str, expected: dict[str, Any]) -> dict[str, Any]:
     call = Call.parse(name)
     aggregation, _half = call.words
-    _, returns = gae(inputs.token_rewards, inputs.values, inputs.mask, 0.99, 0.95)
+    # R are the returns of the set's own gae.
+    estimate = Call.parse(next(k for k in inputs.case["expected"]["advantages"] if k.startswith("gae")))
+    gamma, lam = estimate.number("gamma", 1.0), estimate.number("lam", 1.0)
+    _, returns = gae(inputs.token_rewards, inputs.values, inputs.mask, gamma, lam)
     values = inputs.value_preds.clone().requires_grad_()
     result = clipped_value_loss(values, inputs.values, returns, inputs.mask, call.number("clip", 0.2))
     loss = AGGREGATIONS[aggregation](result.loss, inputs.mask, inputs.counts)
@@ -204,7 +207,7 @@ def value_loss(inputs: Inputs, name: str, expected: dict[str, Any]) -> dict[str,
     tokens = inputs.counts.tokens + MEAN_EPSILON
     return {
         "loss": loss.detach(),
-        "grad_values": values.grad,
+        "grad_value_preds": values.grad,
         "clipfrac": result.clipped.double().sum() / tokens,
     }
 
