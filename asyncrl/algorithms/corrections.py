@@ -99,8 +99,10 @@ def _truncated(ratio: Tensor, mask: Tensor, cap: float) -> Correction:
 
 def _banded(weights: Tensor, ratio: Tensor, mask: Tensor, low: float, high: float) -> Correction:
     """The weights where the ratio lies in [low, high]."""
-    inside = (ratio >= low) & (ratio <= high)
-    return Correction(weights=masked(weights, mask & inside), clipped=mask & ~inside)
+    outside = (ratio < low) | (ratio > high)
+    # A ratio that is no number is a fault to be seen, and not a token to be dropped.
+    weights = torch.where(ratio.isnan(), ratio, weights)
+    return Correction(weights=masked(weights, mask & ~outside), clipped=mask & outside)
 
 
 CORRECTIONS: Mapping[str, CorrectionFunction] = {

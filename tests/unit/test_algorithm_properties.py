@@ -98,6 +98,21 @@ def test_junk_outside_the_mask_reaches_nothing(name: str, junk: float) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name.startswith(("loss", "correction"))])
+@pytest.mark.parametrize("field", ["logprobs", "proximal", "behaviour", "advantages"])
+def test_a_nan_inside_the_mask_is_seen(name: str, field: str) -> None:
+    """Where a function looks at it at all: a step that hides one would train on a fault."""
+    inputs = some(HOLES)
+    values = getattr(inputs, field).clone()
+    other, values[0, 1] = values.clone(), torch.nan
+    other[0, 1] += 0.1
+    clean, moved = run(name, inputs), run(name, replace(inputs, **{field: other}))
+    if all(torch.equal(a, b) for a, b in zip(clean, moved, strict=True)):
+        return  # nothing that this function depends on, or a clip decides either way
+    found = torch.cat([part.flatten() for part in run(name, replace(inputs, **{field: values}))])
+    assert not found.isfinite().all()
+
+
 @functions
 def test_tool_tokens_are_as_if_they_were_not_there(name: str) -> None:
     """Answers with holes, and the same tokens moved together, have the same results a token."""
