@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+import yaml
 from rich.table import Table
 
 from asyncrl.algorithms.names import PRESETS
@@ -116,23 +117,15 @@ class Plan:
 
 
 def algorithm_text(config: Config) -> str:
-    """Every key of the section as it came out: what the preset says, and what was set beside it."""
-    values = config.algorithm.model_dump()
-    preset = values.pop("preset")
-    values["length_norm"] = config.length_norm
-    given = PRESETS[preset]
+    """The section as it came out, what the preset says and what was set beside it, as YAML."""
+    values = config.algorithm.model_dump(mode="json")
+    given = PRESETS[values["preset"]]
     differing = [key for key in given if values[key] != given[key]]
-    remark = f" but for {', '.join(differing)}" if differing else ""
-    return f"preset {preset}{remark}\n" + "\n".join(f"{key}: {_shown(v)}" for key, v in values.items())
-
-
-def _shown(value: object) -> str:
-    """As it stands in a config."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, tuple):
-        return f"[{', '.join(_shown(v) for v in value)}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    remark = f", but for {', '.join(differing)}" if differing else ""
+    block = yaml.safe_dump(
+        {**values, "length_norm": config.length_norm}, default_flow_style=True, sort_keys=False, width=2**20
+    )
+    return f"preset {values['preset']}{remark}: {block.strip()}"
 
 
 def effective_depth(config: Config) -> tuple[int, str]:
