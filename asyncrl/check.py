@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.algorithms.names import is_path
 from asyncrl.config import Config
 from asyncrl.config_checks import length_problems
 from asyncrl.data.prompts import load_prompts
@@ -48,6 +49,7 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
     require_cores(config)
     require_engine(config)
     require_folder(config)
+    require_algorithm(config, folder)
     model = _Model(config, folder)
     # Either can be on the hub or mistaken, and to hear of both at once saves a round.
     findings: list[UsageError] = []
@@ -114,6 +116,18 @@ def require_folder(config: Config) -> None:
             f"run.dir: found {config.run.dir!r}, but {parent} {reason}; expected a place where "
             f"{folder} can be made"
         )
+
+
+def require_algorithm(config: Config, folder: Path) -> None:
+    """Raise ConfigError if a user's own advantage or loss cannot be loaded, or be called as one is."""
+    algorithm = config.algorithm
+    if not is_path(algorithm.advantage) and not is_path(algorithm.loss):
+        return
+    from asyncrl.algorithms.registry import policy_loss, user_advantage
+
+    if is_path(algorithm.advantage):
+        user_advantage(algorithm.advantage, folder)((0.0, 1.0), (1, 2))
+    policy_loss(algorithm.loss, folder)
 
 
 class _Model:

@@ -22,7 +22,14 @@ from pydantic import (
     model_validator,
 )
 
-from asyncrl.config_checks import contradictions, creation_problems, model_problems, source_problems
+from asyncrl.algorithms.names import PRESETS
+from asyncrl.config_checks import (
+    algorithm_problems,
+    contradictions,
+    creation_problems,
+    model_problems,
+    source_problems,
+)
 from asyncrl.generators.vllm_options import worker_count
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -235,30 +242,97 @@ class RewardSection(Section):
 
 
 class AlgorithmSection(Section):
-    preset: Literal["grpo"] = "grpo"
-    """Named set of defaults for this section."""
-    advantage: Literal["grpo"] = "grpo"
-    """``grpo``: the reward less the group's mean, over its standard deviation."""
-    loss: Literal["ppo_clip"] = "ppo_clip"
-    """``ppo_clip``: the clipped surrogate of PPO."""
-    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
+    """What is learned from the rewards. The defaults are those of ``preset: grpo``."""
+
+    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "rloo", "reinforce_plus_plus"] = "grpo"
+    """Named set of defaults for this section; what is set beside it wins."""
+    advantage: str = "grpo"
+    """grpo, dr_grpo, rloo, opo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, or a
+    function of your own: ``package.module:function`` or ``file.py:function``."""
+    gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Discount a token of the reward at the answer's end, under reinforce_plus_plus."""
+    loss: str = "ppo_clip"
+    """ppo_clip, gspo, cispo, gmpo, sapo, aipo, topr, dppo, m2po, or a function of your own."""
+    clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    """The ratio is clipped below at 1 - clip_low (gmpo: its logarithm at -clip_low)."""
     clip_high: PositiveFloat = 0.2
-    """The ratio is clipped above at 1 + clip_high."""
+    """The ratio is clipped above at 1 + clip_high (gmpo: its logarithm at clip_high)."""
     clip_dual: Annotated[float, Field(gt=1.0)] | None = 3.0
-    """Bound on the loss of a negative advantage; null: off."""
-    old_logprobs: Literal["recompute", "behaviour"] = "recompute"
-    """``recompute``: the ratio is pi/p, p the learner's own at the step's start. ``behaviour``: pi/b."""
-    correction: Literal["none", "tis"] = "tis"
-    """How p/b is corrected for: truncated importance sampling, or not at all."""
+    """ppo_clip: bound on the loss of a negative advantage; null: off."""
+    sapo_tau_positive: PositiveFloat = 1.0
+    """sapo: steepness of the gate where the advantage is positive."""
+    sapo_tau_negative: PositiveFloat = 1.05
+    """sapo: steepness of the gate where the advantage is negative."""
+    aipo_cap: PositiveFloat = 5.0
+    """aipo: largest weight pi/b of a token."""
+    dppo_threshold: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    """dppo: how far a token's probability may move in the direction of its advantage."""
+    dppo_penalty: NonNegativeFloat = 1e-3
+    """dppo: factor of (log pi/b)^2."""
+    m2po_tau: PositiveFloat = 0.04
+    """m2po: bound on the mean of (log pi/b)^2 over the step."""
+    epochs: PositiveInt = 1
+    """Times that a step goes through its groups. The policy version still moves once a step, and p stays
+    the policy of the step's start."""
+    mini_batches: PositiveInt = 1
+    """Optimizer updates in each of them, every one of an equal part of the groups."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Factor of the policy's mean entropy, which is taken off the loss."""
+    old_logprobs: Literal["recompute", "behaviour", "log_linear"] = "recompute"
+    """What the ratio is taken to. ``recompute``: p, the learner's own at the step's start.
+    ``behaviour``: b, the policy that sampled. ``log_linear``: between b and pi, one version behind pi."""
+    correction: Literal[
+        "none", "tis", "tis_sequence", "icepop", "token_mask", "seq_mask", "decoupled_ppo"
+    ] = "tis"
+    """How p/b is corrected for. tis, tis_sequence: truncated importance sampling by token or by answer;
+    icepop, decoupled_ppo: p/b, 0 outside the bounds; token_mask, seq_mask: 1, 0 outside the bounds."""
     tis_cap: PositiveFloat = 2.0
-    """Largest weight p/b of a token under ``tis``."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
-    """Always normalised over the whole step."""
-    filter_zero_variance: Literal["none", "refill"] = "none"
-    """``refill``: a group of equal rewards is filtered, and another takes its place."""
+    """Largest weight p/b under ``tis`` and ``tis_sequence``."""
+    icepop_low: PositiveFloat = 0.5
+    """Smallest p/b of a token that icepop trains."""
+    icepop_high: PositiveFloat = 5.0
+    """Largest p/b of a token that icepop trains."""
+    mask_low: PositiveFloat = 0.5
+    """Smallest p/b of a token (token_mask), or geometric mean of an answer's (seq_mask), that is trained;
+    0.999 is usual for seq_mask where only the engine's mismatch is to pass."""
+    mask_high: PositiveFloat = 2.0
+    """Largest; 1.001 goes with 0.999."""
+    decoupled_cap: PositiveFloat = 5.0
+    """Largest p/b of a token that decoupled_ppo trains."""
+    aggregation: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean"
+    ] = "token-mean"
+    """Always normalised over the whole step. ``seq-mean`` is for gmpo."""
+    length_norm: PositiveFloat | None = None
+    """seq-mean-token-sum-norm: what sums over tokens are divided by; null: rollout.max_new_tokens."""
+    filter_zero_variance: Literal["none", "drop", "refill"] = "none"
+    """Groups of equal rewards. ``refill``: filtered as they land, and others take their place (at most
+    ``run.max_unusable_groups`` in a row). ``drop``: the step does without them."""
+    reward_clip: tuple[float, float] | None = None
+    """Lower and upper bound of a reward, before penalties for length; null: none. Advantages alone see
+    it, as they do the penalties below: logs and ledger keep rewards as they were scored."""
+    length_penalty: NonNegativeFloat = 0.0
+    """Taken off the reward of an answer of rollout.max_new_tokens; off a shorter one in proportion."""
+    overlong_buffer: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of rollout.max_new_tokens, at its end, over which the penalty for overlong answers rises."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    """Taken off the reward of an answer that used up that buffer."""
+    mask_truncated: bool = False
+    """Train nothing of an answer that was cut off; its reward still counts in its group."""
     allow_uncorrected: bool = False
     """Permit an uncorrected loss with max_staleness >= 2."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not isinstance(value.get("preset"), str):
+            return value
+        return {**PRESETS.get(value["preset"], {}), **value}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse(algorithm_problems(self))
+        return self
 
 
 class EvalSection(Section):
@@ -446,6 +520,17 @@ class Config(Section):
     def max_sequence_tokens(self) -> int:
         """Longest training sequence, prompt and answer, in tokens."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def length_norm(self) -> float:
+        """What ``seq-mean-token-sum-norm`` divides by, in tokens."""
+        return self.algorithm.length_norm or float(self.rollout.max_new_tokens)
+
+    @property
+    def overlong_buffer(self) -> int:
+        """Length of the buffer of ``algorithm.overlong_buffer``, in tokens; 0: none."""
+        share = self.algorithm.overlong_buffer
+        return max(round(share * self.rollout.max_new_tokens), 1) if share else 0
 
     @property
     def max_eval_tokens(self) -> int:

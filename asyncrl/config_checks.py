@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncrl.algorithms.names import COMPARING, CORRECTING, PRESETS, advantage_problem, loss_problem
 from asyncrl.generators.vllm_options import option_problems
 
 if TYPE_CHECKING:
-    from asyncrl.config import Config, CreateSection, ModelSection, SourceSection
+    from asyncrl.config import AlgorithmSection, Config, CreateSection, ModelSection, SourceSection
 
 SOURCE_KINDS = ("path", "hub", "reasoning_gym", "python", "holdout")
 
@@ -45,6 +46,38 @@ def creation_problems(create: CreateSection) -> list[str]:
         )
     if create.heads % create.kv_heads:
         problems.append(f"kv_heads: found {create.kv_heads}; expected a divisor of heads = {create.heads}")
+    return problems
+
+
+def algorithm_problems(algorithm: AlgorithmSection) -> list[str]:
+    """Names that nothing bears, bounds in the wrong order, corrections that would be made twice."""
+    problems = []
+    for key, problem in (
+        ("advantage", advantage_problem(algorithm.advantage)),
+        ("loss", loss_problem(algorithm.loss)),
+    ):
+        if problem is not None:
+            by_preset = PRESETS[algorithm.preset].get(key) == getattr(algorithm, key)
+            source = f" (set by preset {algorithm.preset!r})" if by_preset else ""
+            problems.append(f"{key}: {problem}{source}")
+    for low, high, bounds in (
+        ("icepop_low", "icepop_high", (algorithm.icepop_low, algorithm.icepop_high)),
+        ("mask_low", "mask_high", (algorithm.mask_low, algorithm.mask_high)),
+        ("reward_clip", "reward_clip", algorithm.reward_clip or (0.0, 1.0)),
+    ):
+        if bounds[0] >= bounds[1]:
+            problems.append(f"{low}: found {bounds[0]:g}; expected less than {high} = {bounds[1]:g}")
+    correction = algorithm.correction
+    if algorithm.loss in CORRECTING and correction != "none":
+        problems.append(
+            f"correction: found {correction!r} with loss {algorithm.loss!r}, which corrects for stale data "
+            "by itself; expected none"
+        )
+    elif algorithm.old_logprobs == "behaviour" and correction != "none":
+        problems.append(
+            f"correction: found {correction!r} with old_logprobs 'behaviour', which corrects twice: its "
+            "ratio is to the behaviour policy already; expected correction none, or old_logprobs recompute"
+        )
     return problems
 
 
@@ -121,25 +154,30 @@ def length_problems(config: Config, positions: int, name: str) -> list[str]:
 def _groups(config: Config) -> list[str]:
     problems = []
     rollout, algorithm = config.rollout, config.algorithm
-    if algorithm.advantage == "grpo" and rollout.group_size < 2:
+    comparing = algorithm.advantage in COMPARING
+    if comparing and rollout.group_size < 2:
         problems.append(
-            f"rollout.group_size: found {rollout.group_size}; expected at least 2, because the grpo "
-            "advantage compares the answers of a group with each other"
+            f"rollout.group_size: found {rollout.group_size}; expected at least 2, because the "
+            f"{algorithm.advantage} advantage compares the answers of a group with each other"
         )
-    elif algorithm.advantage == "grpo" and rollout.min_group < 2:
+    elif comparing and rollout.min_group < 2:
         problems.append(
-            f"rollout.min_group: found {rollout.min_group}; expected at least 2, because the grpo "
-            "advantage compares the answers of a group with each other"
+            f"rollout.min_group: found {rollout.min_group}; expected at least 2, because the "
+            f"{algorithm.advantage} advantage compares the answers of a group with each other"
         )
     elif rollout.min_group > rollout.group_size:
         problems.append(
             f"rollout.min_group: found {rollout.min_group}; expected at most rollout.group_size = "
             f"{rollout.group_size}"
         )
-    if rollout.groups_per_step < config.learner.ranks:
+    ranks, parts = config.learner.ranks, algorithm.mini_batches
+    if rollout.groups_per_step < ranks * parts:
+        needed = f"learner.ranks = {ranks}"
+        if parts > 1:
+            needed = f"learner.ranks * algorithm.mini_batches = {ranks} * {parts} = {ranks * parts}"
         problems.append(
-            f"rollout.groups_per_step: found {rollout.groups_per_step}; expected at least learner.ranks = "
-            f"{config.learner.ranks}, because whole groups go to each rank"
+            f"rollout.groups_per_step: found {rollout.groups_per_step}; expected at least {needed}, because "
+            "whole groups go to each rank"
         )
     return problems
 
@@ -157,13 +195,8 @@ def _corrections(config: Config) -> list[str]:
             f"rollout.top_k: found {rollout.top_k}; expected 0 (off) in training, because the learner "
             "cannot correct for tokens that were cut off; eval.top_k is free"
         )
-    if algorithm.old_logprobs == "behaviour" and algorithm.correction != "none":
-        problems.append(
-            f"algorithm.correction: found {algorithm.correction!r} with old_logprobs 'behaviour', which "
-            "corrects twice: its ratio is to the behaviour policy already; expected correction none, or "
-            "old_logprobs recompute"
-        )
-    if algorithm.correction == "none" and bound >= 2 and not algorithm.allow_uncorrected:
+    uncorrected = algorithm.correction == "none" and algorithm.loss not in CORRECTING
+    if uncorrected and bound >= 2 and not algorithm.allow_uncorrected:
         problems.append(
             f"algorithm.correction: found 'none' with schedule.max_staleness {bound}; expected a "
             "correction from max_staleness 2 on, because the loss takes old data for new: set "

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from asyncrl.alarms import LogprobAlarm
 from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.algorithms.shaping import RewardShaping
 from asyncrl.config import Config
 from asyncrl.errors import (
     BadStepsError,
@@ -212,6 +213,13 @@ class Controller:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             stop=rollout.stop,
+        )
+        self._shaping = RewardShaping(
+            max_tokens=rollout.max_new_tokens,
+            clip=config.algorithm.reward_clip,
+            length_penalty=config.algorithm.length_penalty,
+            overlong_buffer=config.overlong_buffer,
+            overlong_penalty=config.algorithm.overlong_penalty,
         )
         self._changed = Signal()
         self._weights_turn = asyncio.Lock()
@@ -428,9 +436,16 @@ class Controller:
             return "failed", f"{first.kind}: {first.message}"
         if meta.loss_tokens == 0:
             return "dropped", "no_trained_token"
-        if settings.algorithm.filter_zero_variance == "refill" and len(set(meta.rewards)) == 1:
+        if settings.algorithm.filter_zero_variance == "refill" and self._without_signal(meta):
             return "filtered", "zero_variance"
         return None
+
+    def _without_signal(self, meta: GroupMeta) -> bool:
+        """Whether all rewards of a group are the same, as its advantages see them."""
+        return len(set(self._shaped_rewards(meta))) == 1
+
+    def _shaped_rewards(self, meta: GroupMeta) -> tuple[float, ...]:
+        return self._shaping.shaped(meta.rewards, [answer.response_tokens for answer in meta.trajectories])
 
     def _retire_unusable(
         self, task: Task, state: FinalState, reason: str, reward_mean: float | None = None
@@ -441,6 +456,12 @@ class Controller:
         self._made_progress(f"group {task.uid} {state}")
         if state == "failed":
             log.warning("%s failed: %s", task.uid, reason)
+        self._count_unusable(state, reason)
+        self._note_starvation()
+        self._changed.notify()
+
+    def _count_unusable(self, state: FinalState, reason: str) -> None:
+        """Raises NothingTrainableError at ``run.max_unusable_groups`` in a row."""
         unusable, limit = self._unusable, self.config.run.max_unusable_groups
         unusable.in_a_row += 1
         unusable.reasons[f"{state}: {reason}"] += 1
@@ -450,8 +471,6 @@ class Controller:
                 f"{unusable.in_a_row} groups in a row could not be trained on "
                 f"(run.max_unusable_groups = {limit}): {most}"
             )
-        self._note_starvation()
-        self._changed.notify()
 
     # ------------------------------------------------------------------ updates
 
@@ -468,14 +487,22 @@ class Controller:
                 landed = sum(g.meta.loss_tokens for g in groups)
                 groups = self._mask(groups)
                 record["staleness/masked_tokens"] = float(landed - sum(g.meta.loss_tokens for g in groups))
+            record |= batch_metrics(version, [g.meta for g in groups])
+            idle: list[ReadyGroup] = []
+            if self.config.algorithm.filter_zero_variance == "drop":
+                idle = [g for g in groups if self._without_signal(g.meta)]
+                groups = [g for g in groups if not self._without_signal(g.meta)]
+            if not groups:
+                self._retire_idle(idle)
+                continue
             metas = [g.meta for g in groups]
-            record |= batch_metrics(version, metas)
             async with self._update_turn():
                 result = await self._update(version, groups)
                 self._step += 1
                 self._alarm.check(version, result.metrics)
                 self._observer.trained(self._step, groups)
                 self._retire_batch(version, groups, result)
+                self._retire_idle(idle)
             evaluation = await self._publish_if_due(group)
             record.update(result.metrics)
             step_start = await self._end_step(record, metas, step_start, evaluation)
@@ -543,10 +570,7 @@ class Controller:
         return [replace(group, meta=unmasked(version, bound, group.meta)) for group in groups]
 
     async def _update(self, version: int, groups: Sequence[ReadyGroup]) -> StepResult:
-        items = tuple(
-            BatchItem(g.meta, g.payload, group_advantages(self.config.algorithm.advantage, g.meta.rewards))
-            for g in groups
-        )
+        items = tuple(BatchItem(g.meta, g.payload, self._advantages(g.meta)) for g in groups)
         start = self._now()
         timeout_s = self.config.learner.step_timeout_s
         result = await within(
@@ -557,6 +581,24 @@ class Controller:
         )
         self._times.train += self._now() - start
         return result
+
+    def _advantages(self, meta: GroupMeta) -> tuple[float, ...]:
+        lengths = [answer.loss_tokens for answer in meta.trajectories]
+        return group_advantages(self.config.algorithm.advantage, self._shaped_rewards(meta), lengths)
+
+    def _retire_idle(self, groups: Sequence[ReadyGroup]) -> None:
+        """Groups that a step did without, because their rewards are all the same."""
+        for ready in groups:
+            meta = ready.meta
+            mean = sum(meta.rewards) / len(meta.rewards)
+            self.ledger.retire(
+                meta.ordinal, "filtered", "zero_variance", step=self._step, lag=None, reward_mean=mean
+            )
+            self.budget.retire(meta.ordinal)
+            self._count_unusable("filtered", "zero_variance")
+        if groups:
+            self.ledger.check()
+            self._changed.notify()
 
     def _retire_batch(self, version: int, groups: Sequence[ReadyGroup], result: StepResult) -> None:
         state: FinalState = "dropped" if result.skipped else "trained"

@@ -5,7 +5,7 @@ Every ordinal moves through ``running -> ready -> training`` to exactly one of `
 
     running  -> ready | filtered | dropped | failed
     ready    -> training | filtered | dropped | failed
-    training -> trained | dropped | failed
+    training -> trained | filtered | dropped | failed
 
 Invariants:
 - submitted = running + ready + training + trained + filtered + dropped + failed.
@@ -31,7 +31,7 @@ FINAL_STATES: tuple[FinalState, ...] = get_args(FinalState)
 
 _RETIRES_FROM: dict[FinalState, tuple[LiveState, ...]] = {
     "trained": ("training",),
-    "filtered": ("running", "ready"),
+    "filtered": LIVE_STATES,
     "dropped": LIVE_STATES,
     "failed": LIVE_STATES,
 }

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+import yaml
 from rich.table import Table
 
+from asyncrl.algorithms.names import PRESETS
 from asyncrl.config import Config
 from asyncrl.data.prompts import Prompts
 from asyncrl.placement import deal_cores
@@ -74,6 +76,7 @@ class Plan:
         table.add_row("model", self._model_text())
         table.add_row("data", str(self.prompts.report))
         table.add_row("reward", self._reward_text())
+        table.add_row("algorithm", algorithm_text(config))
         table.add_row(
             "length",
             f"{run.steps} steps x {rollout.groups_per_step} groups x {rollout.group_size} samples = "
@@ -111,6 +114,18 @@ class Plan:
         weights = ", ".join(f"{f.weight:g} x {f.name or f.path}" for f in self.config.reward.functions)
         shown = repr(self.score.completion[:40])
         return f"{weights}; one row scored for real: {self.score.total:g} for {shown}"
+
+
+def algorithm_text(config: Config) -> str:
+    """The section as it came out, what the preset says and what was set beside it, as YAML."""
+    values = config.algorithm.model_dump(mode="json")
+    given = PRESETS[values["preset"]]
+    differing = [key for key in given if values[key] != given[key]]
+    remark = f", but for {', '.join(differing)}" if differing else ""
+    block = yaml.safe_dump(
+        {**values, "length_norm": config.length_norm}, default_flow_style=True, sort_keys=False, width=2**20
+    )
+    return f"preset {values['preset']}{remark}: {block.strip()}"
 
 
 def effective_depth(config: Config) -> tuple[int, str]:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
+
 from asyncrl.environments.base import Rollout, RolloutResult, single_turn
 from asyncrl.errors import RolloutError
 from asyncrl.generators.base import Generator
@@ -34,6 +36,7 @@ from asyncrl.snapshot import (
     key_of,
 )
 from asyncrl.types import (
+    BoolArray,
     Completion,
     DrawKey,
     GenerationRequest,
@@ -161,7 +164,10 @@ class _RunningGroup:
 
 
 class RolloutHost:
-    """Runs groups against one engine."""
+    """Runs groups against one engine.
+
+    ``mask_truncated``: of an answer that was cut off at its longest, no token is trained.
+    """
 
     def __init__(
         self,
@@ -171,12 +177,14 @@ class RolloutHost:
         *,
         rollout: Rollout = single_turn,
         encode: Callable[[Group], bytes] = encode_group,
+        mask_truncated: bool = False,
     ) -> None:
         self.engine = engine
         self._scorer = scorer
         self._decode = decode
         self._rollout = rollout
         self._encode = encode
+        self._mask_truncated = mask_truncated
         self._groups: dict[GroupKey, _RunningGroup] = {}
         self._next_snapshot_at = -math.inf
 
@@ -253,13 +261,18 @@ class RolloutHost:
             attempt=request.attempt,
             prompt_ids=result.prompt_ids,
             token_ids=result.token_ids,
-            loss_mask=result.loss_mask,
+            loss_mask=self._loss_mask(result),
             logprobs=result.logprobs,
             versions=result.versions,
             reward=score.total,
             finish_reason=result.finish_reason,
             rewards=score.parts,
         )
+
+    def _loss_mask(self, result: RolloutResult) -> BoolArray:
+        if self._mask_truncated and result.finish_reason == "length":
+            return np.zeros_like(result.loss_mask)
+        return result.loss_mask
 
     def _late_message(self, request: GroupRequest, sample: int) -> str:
         return (

@@ -1,12 +1,13 @@
 """Group baselines: the rewards of one group in, one scalar advantage a sample out.
 
 The controller computes these, so this module is plain Python: it imports neither torch nor numpy.
-What spans the whole batch (whitening, returns over tokens) belongs to the learner instead.
+What spans the whole batch (whitening, returns over tokens) belongs to the learner: ``returns``.
 
 Invariants:
 - The advantages of a group depend on that group alone.
 - A group of one, or of equal rewards, has advantage 0.0 exactly: an unbaselined reward is not a
-  group advantage, and rounding must not turn "no signal" into a gradient.
+  group advantage, and rounding must not turn "no signal" into a gradient. reinforce_plus_plus alone
+  has no group baseline: its baseline is the batch's mean.
 """
 
 from __future__ import annotations
@@ -14,36 +15,97 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import fsum, isfinite, sqrt
 
+from asyncrl.algorithms.names import is_path
 from asyncrl.errors import ConfigError, InvariantError
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of a group's rewards before dividing by it."""
 
-GroupAdvantage = Callable[[Sequence[float], Sequence[int]], tuple[float, ...]]
+GroupAdvantage = Callable[[Sequence[float], Sequence[int]], Sequence[float]]
 """(rewards, response lengths in trained tokens), both one a sample -> advantages, one a sample."""
 
 
 def grpo(rewards: Sequence[float], lengths: Sequence[int]) -> tuple[float, ...]:
     """(r - mean) / (std + 1e-6) with the unbiased standard deviation (DeepSeekMath, 2402.03300)."""
-    mean = fsum(rewards) / len(rewards)
-    std = sqrt(fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+    mean, std = _mean(rewards), _std(rewards)
     return tuple((r - mean) / (std + STD_EPSILON) for r in rewards)
 
 
-ADVANTAGES: Mapping[str, GroupAdvantage] = {"grpo": grpo}
+def dr_grpo(rewards: Sequence[float], lengths: Sequence[int]) -> tuple[float, ...]:
+    """r - mean: no division that would favour easy and hard prompts (Dr. GRPO, 2503.20783)."""
+    mean = _mean(rewards)
+    return tuple(r - mean for r in rewards)
+
+
+def rloo(rewards: Sequence[float], lengths: Sequence[int]) -> tuple[float, ...]:
+    """r - mean of the others = (r - mean) n / (n - 1) (RLOO, 2402.14740)."""
+    mean, n = _mean(rewards), len(rewards)
+    return tuple((r - mean) * n / (n - 1) for r in rewards)
+
+
+def opo(rewards: Sequence[float], lengths: Sequence[int]) -> tuple[float, ...]:
+    """r - mean weighted by length, the baseline of least variance (OPO, 2505.23585)."""
+    tokens = sum(lengths)
+    baseline = fsum(n * r for n, r in zip(lengths, rewards, strict=True)) / tokens if tokens else 0.0
+    return tuple(r - baseline for r in rewards)
+
+
+def grpo_passk(rewards: Sequence[float], lengths: Sequence[int]) -> tuple[float, ...]:
+    """The best sample gets (best - second best) / (std + 1e-6), the others 0 (2503.19595)."""
+    second, best = sorted(rewards)[-2:]
+    lead = (best - second) / (_std(rewards) + STD_EPSILON)
+    winner = rewards.index(best)
+    return tuple(lead if i == winner else 0.0 for i in range(len(rewards)))
+
+
+def reinforce_plus_plus(rewards: Sequence[float], lengths: Sequence[int]) -> tuple[float, ...]:
+    """The rewards themselves: ``returns`` discounts and whitens them (REINFORCE++, 2501.03262)."""
+    return tuple(rewards)
+
+
+def remax(rewards: Sequence[float], greedy: float) -> tuple[float, ...]:
+    """r - reward of the greedy answer to the same prompt (ReMax, 2310.10505)."""
+    return tuple(r - greedy for r in rewards)
+
+
+ADVANTAGES: Mapping[str, GroupAdvantage] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "grpo_passk": grpo_passk,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": dr_grpo,  # whitened by the learner
+}
+UNBASELINED = frozenset({"reinforce_plus_plus"})
+"""Advantages that do not compare the samples of a group, and so take groups of any size."""
 
 
 def group_advantages(name: str, rewards: Sequence[float], lengths: Sequence[int] = ()) -> tuple[float, ...]:
     """One advantage for each reward of a group, in the same order.
 
-    Raises ConfigError for an unknown name and InvariantError for a reward that is not finite:
-    rewards are checked where they are made, so that one gets here means a bug.
+    ``lengths`` are the samples' trained tokens; none given: all the same. Raises ConfigError for an
+    unknown name, and InvariantError for a reward that is not finite: rewards are checked where they
+    are made, so that one gets here means a bug. The rewards themselves for a user's own function, which
+    the learner calls: users' code does not run in the controller.
     """
-    if name not in ADVANTAGES:
+    if not is_path(name) and name not in ADVANTAGES:
         raise ConfigError(f"algorithm.advantage is {name!r}, expected one of {', '.join(ADVANTAGES)}")
     bad = [r for r in rewards if not isfinite(r)]
     if bad:
         raise InvariantError(f"{len(bad)} of {len(rewards)} rewards of a group are not finite: {bad[0]}")
-    if len(rewards) < 2 or max(rewards) == min(rewards):
+    if is_path(name):
+        return tuple(rewards)
+    if name not in UNBASELINED and (len(rewards) < 2 or max(rewards) == min(rewards)):
         return (0.0,) * len(rewards)
-    return ADVANTAGES[name](rewards, lengths)
+    return tuple(ADVANTAGES[name](rewards, lengths or (1,) * len(rewards)))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fsum(values) / len(values)
+
+
+def _std(values: Sequence[float]) -> float:
+    """Unbiased, of at least two values."""
+    mean = _mean(values)
+    return sqrt(fsum((v - mean) ** 2 for v in values) / (len(values) - 1))

@@ -17,12 +17,17 @@ ROWS = 256
 """Rows of logits that are worked on at a time."""
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) at the targets, and the entropy of each distribution.
 
-    ``logits`` (N, V), ``targets`` (N,) int64 -> two (N,) tensors; the entropy carries no gradient.
+    ``logits`` (N, V), ``targets`` (N,) int64 -> two (N,) tensors; the entropy carries a gradient only
+    where that is asked for.
     """
-    logprobs, entropy = _TokenLogprobs.apply(logits, targets, temperature)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits, targets, temperature, entropy_gradient
+    )
     return logprobs, entropy
 
 
@@ -30,7 +35,9 @@ class _TokenLogprobs(torch.autograd.Function):
     """Recomputes the softmax in the backward pass: cheaper than keeping it."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
         dtype = _compute_dtype(logits)
         logprobs = logits.new_empty(len(logits), dtype=dtype)
         entropy = torch.empty_like(logprobs)
@@ -44,25 +51,34 @@ class _TokenLogprobs(torch.autograd.Function):
             normaliser[rows] = log_z.squeeze(-1)
             # H = log Z - E[x]: one pass, and no log of a probability that underflowed.
             entropy[rows] = log_z.squeeze(-1) - (scaled * (scaled - log_z).exp()).sum(-1)
-        ctx.save_for_backward(logits, targets, normaliser)
+        ctx.save_for_backward(logits, targets, normaliser, entropy)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy)
+        ctx.entropy_gradient = entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets, normaliser = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, targets, normaliser, entropy = ctx.saved_tensors
         out = torch.empty_like(logits)
         for start in range(0, len(logits), ROWS):
             rows = slice(start, start + ROWS)
             scale = grad[rows, None] / ctx.temperature  # (R, 1)
             scaled = logits[rows].to(normaliser.dtype) / ctx.temperature
             # d log p(y) / dx = (1[y] - softmax(x)) / T
-            block = (scaled - normaliser[rows, None]).exp_().mul_(-scale)
+            logprobs = scaled - normaliser[rows, None]
+            if ctx.entropy_gradient:
+                # d H / dx = -softmax(x) (log softmax(x) + H) / T
+                factor = entropy_grad[rows, None] / ctx.temperature  # (R, 1)
+                bonus = (logprobs + entropy[rows, None]).mul_(logprobs.exp()).mul_(-factor)
+            block = logprobs.exp_().mul_(-scale)
             block.scatter_add_(-1, targets[rows, None], scale)
+            if ctx.entropy_gradient:
+                block += bonus
             out[rows] = block.to(out.dtype)
-        return out, None, None
+        return out, None, None, None
 
 
 def _compute_dtype(logits: Tensor) -> torch.dtype:

@@ -63,7 +63,8 @@ async def build_host(
     async def close() -> None:
         await asyncio.gather(engine.close(), rewards.close())
 
-    return RolloutHost(engine, PoolScorer(rewards), decode), close
+    host = RolloutHost(engine, PoolScorer(rewards), decode, mask_truncated=config.algorithm.mask_truncated)
+    return host, close
 
 
 def _engine(config: Config, model_path: str, engine_cores: tuple[int, ...] | None) -> Generator:

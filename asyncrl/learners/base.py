@@ -34,6 +34,20 @@ class TrainSample:
     advantage: float
     masked: bool = False
     """Whether tokens beyond the staleness bound were masked out of it."""
+    token_advantages: Float32Array | None = None
+    """(T,) in place of ``advantage``, where advantages differ from token to token."""
+    proximal: Float32Array | None = None
+    """(T,) log p, where the policy has moved on since the step's start; 0 outside the loss mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """One optimizer update within a step, with what its loss is normalised by, over all ranks."""
+
+    micro_batches: tuple[tuple[int, ...], ...]
+    """Indices into the rank's samples; an empty one is a dummy with zero weight."""
+    loss_tokens: int
+    sequences: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +64,13 @@ class RankStep:
     """Tokens with loss_mask 1 in the whole step, over all ranks."""
     sequences: int
     """Trajectories in the whole step, over all ranks."""
+    mini_batches: tuple[MiniBatch, ...] = ()
+    """The same micro-batches in several optimizer updates, one after the other; () for a single one."""
+
+    @property
+    def whole(self) -> MiniBatch:
+        """All of it as one optimizer update."""
+        return MiniBatch(self.micro_batches, self.loss_tokens, self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +109,10 @@ class LearnerRank(Protocol):
     def start(self) -> LearnerInfo: ...
 
     def step(self, share: RankStep) -> StepResult:
-        """One optimizer update; collective. Metrics are reduced over ranks.
+        """One step, of one or several optimizer updates; collective. Metrics are reduced over ranks.
+
+        Where an update is not finite, those that would follow it in the step are left out; the step
+        counts as skipped if that was the first.
 
         Raises StalenessError if any trained token is older than max_staleness.
         """

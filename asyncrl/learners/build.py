@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from asyncrl.config import Config
 from asyncrl.learners.base import LearnerRank
 
 
-def build_rank(config: Config, model_path: str, rank: int, host: str, port: int) -> LearnerRank:
-    """A rank that is ready to ``start``; rank 0 listens on ``host`` and ``port``."""
+def build_rank(config: Config, model_path: str, rank: int, host: str, port: int, folder: Path) -> LearnerRank:
+    """A rank that is ready to ``start``; rank 0 listens on ``host`` and ``port``.
+
+    Users' own functions are looked up from ``folder``.
+    """
     from asyncrl.learners.deepspeed import DeepSpeedLearner
 
     return DeepSpeedLearner(
@@ -23,4 +28,6 @@ def build_rank(config: Config, model_path: str, rank: int, host: str, port: int)
         world_size=config.learner.ranks,
         master=(host, port),
         deterministic=config.run.deterministic,
+        length_norm=config.length_norm,
+        folder=folder,
     )

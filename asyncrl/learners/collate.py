@@ -33,9 +33,10 @@ class MicroBatch:
     targets: Tensor  # (N,) int64, the trained tokens
     mask: Tensor  # (B, T) bool, N of them True
     behaviour: Tensor  # (B, T) float32, log b
-    advantages: Tensor  # (B, 1) float32
+    advantages: Tensor  # (B, 1) float32, or (B, T) where they differ from token to token
     fresh: Tensor  # (B, 1) bool, rows whose trained tokens are all of the current version
     ages: Tensor  # (B, T) int64, lag of each trained token; -1 outside the mask
+    proximal: Tensor | None = None  # (B, T) float32, log p; None where p is the policy as it is
 
 
 def collate(samples: Sequence[TrainSample], version: int, device: torch.device) -> MicroBatch:
@@ -54,9 +55,12 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
     input_ids = np.zeros((rows, max(width, 1)), np.int64)
     mask = np.zeros((rows, response), np.bool_)
     behaviour = np.zeros((rows, response), np.float32)
-    advantages = np.zeros((rows, 1), np.float32)
+    by_token = any(sample.token_advantages is not None for sample in samples)
+    advantages = np.zeros((rows, response if by_token else 1), np.float32)
     fresh = np.zeros((rows, 1), np.bool_)
     ages = np.full((rows, response), -1, np.int64)
+    moved_on = any(sample.proximal is not None for sample in samples)
+    proximal = np.zeros((rows, response), np.float32) if moved_on else None
     positions: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = [np.zeros(0, np.int64)]
     targets = [np.zeros(0, np.int64)]
     for row, (sample, t) in enumerate(zip(samples, trajectories, strict=True)):
@@ -65,7 +69,12 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
         input_ids[row, : len(tokens) - 1] = tokens[:-1]
         mask[row, :length] = t.loss_mask
         behaviour[row, :length] = t.logprobs
-        advantages[row] = sample.advantage
+        if sample.token_advantages is None:
+            advantages[row] = sample.advantage
+        else:
+            advantages[row, :length] = sample.token_advantages
+        if proximal is not None:
+            proximal[row, :length] = sample.proximal
         # What follows a masked token was sampled with keys and values of an older version.
         fresh[row] = not sample.masked and bool(np.all(t.versions[t.loss_mask] == version))
         trained = np.flatnonzero(t.loss_mask)
@@ -85,6 +94,7 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
         advantages=to_device(advantages),
         fresh=to_device(fresh),
         ages=to_device(ages),
+        proximal=None if proximal is None else to_device(proximal),
     )
 
 

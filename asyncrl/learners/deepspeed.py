@@ -7,9 +7,10 @@ before each forward pass whether this is the last; and its float32 stage 0 check
 Invariants:
 - A trained token with lag > max_staleness, or of a version that does not exist yet, raises
   StalenessError before anything is computed; with ``mask_stale`` the former is masked out instead.
-- The gradient is that of the loss over the whole step, whatever the micro-batches and ranks.
-- A loss or gradient that is not finite, on any rank, skips the update on every rank: parameters and
-  optimizer state keep their bits.
+- The gradient is that of the loss over the whole update (the step, or one of its mini-batches), whatever
+  the micro-batches and ranks.
+- A loss or gradient that is not finite, on any rank, skips the update on every rank, and those that
+  would follow it in the step: parameters and optimizer state keep their bits.
 - The learning rate depends on the policy version alone; a rank holds no other scheduler state.
 """
 
@@ -21,9 +22,11 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from math import isfinite
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,11 +34,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from asyncrl.algorithms.advantages import GroupAdvantage
 from asyncrl.algorithms.aggregation import StepCounts
 from asyncrl.algorithms.logprobs import token_logprobs
+from asyncrl.algorithms.names import is_path
+from asyncrl.algorithms.registry import user_advantage
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
 from asyncrl.errors import ConfigError, StalenessError
-from asyncrl.learners.base import LearnerInfo, RankStep, StepResult
+from asyncrl.learners.advantages import batch_wide, from_user
+from asyncrl.learners.base import LearnerInfo, MiniBatch, RankStep, StepResult, TrainSample
 from asyncrl.learners.collate import collate
 from asyncrl.learners.masking import mask_stale
 from asyncrl.learners.objective import Objective, Tally
@@ -56,7 +63,9 @@ class DeepSpeedLearner:
     """A ``LearnerRank``: every rank gets the same calls in the same order.
 
     ``master`` is host and port where the ranks meet; rank 0 listens there, on that address alone.
-    ``total_steps`` is where the falling learning rate schedules end.
+    ``total_steps`` is where the falling learning rate schedules end, ``length_norm`` the divisor of
+    seq-mean-token-sum-norm in tokens, ``folder`` where users' own functions are looked up (default: the
+    current one).
     """
 
     def __init__(
@@ -74,10 +83,13 @@ class DeepSpeedLearner:
         world_size: int = 1,
         master: tuple[str, int],
         deterministic: bool = False,
+        length_norm: float = 1.0,
+        folder: Path | None = None,
     ) -> None:
         self._model_section = model
         self._settings = learner
-        self._objective = Objective(algorithm, temperature, max_staleness)
+        self._set_algorithm(algorithm, temperature, max_staleness, folder or Path.cwd())
+        self._length_norm = length_norm
         self._model_path = model_path
         self._max_staleness = max_staleness
         self._mask_stale = mask_stale
@@ -90,6 +102,16 @@ class DeepSpeedLearner:
         self._manifest: Manifest = ()
         self._parameters: dict[str, nn.Parameter] = {}
         self._engine: Any = None
+
+    def _set_algorithm(
+        self, algorithm: AlgorithmSection, temperature: float, max_staleness: int, folder: Path
+    ) -> None:
+        self._objective = Objective(algorithm, temperature, max_staleness, folder)
+        self._advantage, self._gamma = algorithm.advantage, algorithm.gamma
+        self._epochs = algorithm.epochs
+        self._user_advantage: GroupAdvantage | None = None
+        if is_path(algorithm.advantage):
+            self._user_advantage = user_advantage(algorithm.advantage, folder)
 
     def start(self) -> LearnerInfo:
         """Meet the other ranks, load the model, build the engine; collective."""
@@ -113,7 +135,6 @@ class DeepSpeedLearner:
         if self._mask_stale:
             share = mask_stale(share, self._max_staleness)
         self._check_staleness(share)
-        tally = self.accumulate(share)
         lr = learning_rate(
             share.version,
             peak=self._settings.lr,
@@ -121,26 +142,84 @@ class DeepSpeedLearner:
             warmup_steps=self._settings.warmup_steps,
             total_steps=self._total_steps,
         )
-        grad_norm, skipped = self._update(lr)
+        samples = self._with_advantages(share.samples)
+        updates = (share.mini_batches or (share.whole,)) * self._epochs
+        if len(updates) > 1:
+            samples = self._with_proximal(samples, share)
+        tally, norms, skipped = Tally(self._device), [], False
+        for update in updates:
+            self._accumulate(samples, update, share.version, tally)
+            grad_norm, skipped = self._update(lr)
+            norms.append(grad_norm)
+            if skipped:
+                break
         metrics = tally.metrics(self._all_sum, self._all_max)
-        metrics |= {"actor/grad_norm": grad_norm, "actor/nonfinite_grads": float(skipped), "actor/lr": lr}
+        metrics["actor/pg_loss"] /= len(norms)
+        metrics |= {
+            "actor/grad_norm": fmean(norms),
+            "actor/nonfinite_grads": float(skipped),
+            "actor/lr": lr,
+            "actor/updates": float(len(norms) - skipped),
+        }
         if skipped:
             metrics = _finite(metrics)
-            log.warning("the update of version %d was skipped, not finite: %s", share.version, metrics)
-        return StepResult(skipped, metrics, time.perf_counter() - start)
+            log.warning(
+                "update %d of %d in the step of version %d was skipped, not finite: %s",
+                len(norms),
+                len(updates),
+                share.version,
+                metrics,
+            )
+        return StepResult(skipped and len(norms) == 1, metrics, time.perf_counter() - start)
 
     def accumulate(self, share: RankStep) -> Tally:
         """Forward and backward over all micro-batches: leaves the step's gradient; collective."""
-        counts = StepCounts(share.loss_tokens, share.sequences)
         tally = Tally(self._device)
-        last = len(share.micro_batches) - 1
-        for i, rows in enumerate(share.micro_batches):
-            batch = collate([share.samples[row] for row in rows], share.version, self._device)
+        self._accumulate(self._with_advantages(share.samples), share.whole, share.version, tally)
+        return tally
+
+    def _accumulate(
+        self, samples: Sequence[TrainSample], update: MiniBatch, version: int, tally: Tally
+    ) -> None:
+        """The gradient of one optimizer update; collective."""
+        counts = StepCounts(update.loss_tokens, update.sequences, self._length_norm)
+        limit = self._limit(samples, update, version) if self._objective.needs_preview else None
+        last = len(update.micro_batches) - 1
+        for i, rows in enumerate(update.micro_batches):
+            batch = collate([samples[row] for row in rows], version, self._device)
             self._engine.set_gradient_accumulation_boundary(i == last)
             logits = selected_logits(self._engine, batch.input_ids, batch.positions)
-            loss = self._objective(logits, batch, counts, tally)
+            loss = self._objective(logits, batch, counts, tally, limit)
             self._engine.backward(loss * self._world_size)
-        return tally
+
+    def _with_advantages(self, samples: tuple[TrainSample, ...]) -> tuple[TrainSample, ...]:
+        """The samples with what the learner has to add to their advantages; collective."""
+        if self._user_advantage is not None:
+            return from_user(samples, self._user_advantage)
+        return batch_wide(samples, self._advantage, self._gamma, self._all_sum, self._device)
+
+    @torch.no_grad()
+    def _with_proximal(self, samples: tuple[TrainSample, ...], share: RankStep) -> tuple[TrainSample, ...]:
+        """The samples with the log-probs of the policy as it is now; collective."""
+        found = list(samples)
+        for rows in share.micro_batches:
+            batch = collate([samples[row] for row in rows], share.version, self._device)
+            logits = selected_logits(self._engine, batch.input_ids, batch.positions)
+            logprobs = self._objective.logprobs(logits, batch).to("cpu", torch.float32).numpy()  # (B, T)
+            for row, of_row in zip(rows, logprobs, strict=False):
+                length = len(samples[row].trajectory.token_ids)
+                found[row] = replace(samples[row], proximal=of_row[:length])
+        return tuple(found)
+
+    @torch.no_grad()
+    def _limit(self, samples: Sequence[TrainSample], update: MiniBatch, version: int) -> Tensor:
+        """What a loss that looks at all tokens of an update has to know of them; collective."""
+        previews = []
+        for rows in update.micro_batches:
+            batch = collate([samples[row] for row in rows], version, self._device)
+            logits = selected_logits(self._engine, batch.input_ids, batch.positions)
+            previews.append(self._objective.preview(logits, batch))
+        return self._objective.limit(self._all_gather(torch.cat(previews)))
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> Float32Array:
@@ -338,6 +417,18 @@ class DeepSpeedLearner:
     def _all_sum(self, values: Tensor) -> None:
         if self._world_size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.SUM)
+
+    def _all_gather(self, values: Tensor) -> Tensor:
+        """The values of all ranks, (N,) each, any N: one tensor, padded with infinity."""
+        if self._world_size == 1:
+            return values
+        longest = torch.tensor(len(values), device=self._device)
+        self._all_max(longest)
+        padded = values.new_full((int(longest),), torch.inf)
+        padded[: len(values)] = values
+        parts = [torch.empty_like(padded) for _ in range(self._world_size)]
+        dist.all_gather(parts, padded)
+        return torch.cat(parts)
 
     def _all_max(self, values: Tensor) -> None:
         if self._world_size > 1:

@@ -36,13 +36,20 @@ class LearnerActor:
     """A thin shell around one ``LearnerRank``."""
 
     def __init__(
-        self, config: Config, model_path: str, rank: int, host: str, cores: tuple[int, ...] | None
+        self,
+        config: Config,
+        model_path: str,
+        rank: int,
+        host: str,
+        cores: tuple[int, ...] | None,
+        folder: str,
     ) -> None:
         pin_process(cores)
         self._config = config
         self._model_path = model_path
         self._rank = rank
         self._host = host
+        self._folder = Path(folder)
         self._learner: Any = None
         self._store: Any = None
         self._sender: Any = None
@@ -56,7 +63,7 @@ class LearnerActor:
         from asyncrl.learners.sender import PushSender
         from asyncrl.weight_sync.broadcast import create_store
 
-        self._learner = build_rank(self._config, self._model_path, self._rank, self._host, port)
+        self._learner = build_rank(self._config, self._model_path, self._rank, self._host, port, self._folder)
         info: LearnerInfo = self._learner.start()
         settings, sync = self._config.learner, self._config.weight_sync
         self._sender = PushSender(
@@ -85,7 +92,14 @@ class LearnerActor:
                 TrainSample(group.ordinal, trajectory, advantage)
                 for trajectory, advantage in zip(group.trajectories, weights, strict=True)
             ]
-        share = RankStep(version, tuple(samples), plan.micro_batches, plan.loss_tokens, plan.sequences)
+        share = RankStep(
+            version,
+            tuple(samples),
+            plan.micro_batches,
+            plan.loss_tokens,
+            plan.sequences,
+            plan.mini_batches,
+        )
         result: StepResult = self._learner.step(share)
         return result
 
@@ -136,7 +150,9 @@ class RayLearner:
         self._host = host
         self._push_lane = _PUSH_LANE if config.weight_sync.overlap else None
         self._ranks = [
-            _RemoteLearner.options(**actor_options(gpus)).remote(config, model_path, rank, host, cores[rank])
+            _RemoteLearner.options(**actor_options(gpus)).remote(
+                config, model_path, rank, host, cores[rank], str(Path.cwd())
+            )
             for rank in range(config.learner.ranks)
         ]
 
@@ -155,7 +171,12 @@ class RayLearner:
 
     async def step(self, batch: Batch) -> StepResult:
         self._check_staleness(batch)
-        plans = plan_step(batch, len(self._ranks), self._config.learner.micro_batch_tokens)
+        plans = plan_step(
+            batch,
+            len(self._ranks),
+            self._config.learner.micro_batch_tokens,
+            self._config.algorithm.mini_batches,
+        )
         calls = []
         for rank, (actor, plan) in enumerate(zip(self._ranks, plans, strict=True)):
             items = [batch.items[i] for i in plan.items]

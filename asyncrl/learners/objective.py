@@ -12,7 +12,9 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,63 +22,108 @@ from torch import Tensor
 from asyncrl.algorithms.aggregation import AGGREGATIONS, StepCounts
 from asyncrl.algorithms.corrections import CORRECTIONS, CorrectionSettings, effective_sample_size
 from asyncrl.algorithms.logprobs import token_logprobs
-from asyncrl.algorithms.losses import LOSSES, LossInputs, LossSettings, log_ratio
+from asyncrl.algorithms.losses import LossInputs, LossSettings, m2po_limit
+from asyncrl.algorithms.masks import masked
+from asyncrl.algorithms.ratios import log_linear_proximal, log_ratio
+from asyncrl.algorithms.registry import policy_loss
 from asyncrl.config import AlgorithmSection
-from asyncrl.errors import ConfigError
 from asyncrl.learners.collate import MicroBatch
 from asyncrl.types import Metrics
 
 _BY_AGE = ("kl", "weight_mean", "clip_fraction", "tokens")
 """What is summed up by the lag of a token; the last divides the others."""
+Settings = TypeVar("Settings", LossSettings, CorrectionSettings)
 
 
 class Objective:
-    """Config to a function of (logits, micro-batch). Raises ConfigError for parts that contradict."""
+    """Config to a function of (logits, micro-batch). A user's own loss is looked up from ``folder``."""
 
-    def __init__(self, algorithm: AlgorithmSection, temperature: float, max_staleness: int) -> None:
-        if algorithm.old_logprobs == "behaviour" and algorithm.correction != "none":
-            raise ConfigError(
-                f"algorithm.correction {algorithm.correction!r} weighs by p/b, but with old_logprobs "
-                "'behaviour' the ratio is already pi/b: use old_logprobs 'recompute' or correction 'none'"
-            )
+    def __init__(
+        self,
+        algorithm: AlgorithmSection,
+        temperature: float,
+        max_staleness: int,
+        folder: Path | None = None,
+    ) -> None:
         self._temperature = temperature
         self._ages = max_staleness + 1
-        self._recompute = algorithm.old_logprobs == "recompute"
+        self._old_logprobs = algorithm.old_logprobs
         self._corrected = algorithm.correction != "none"
-        self._loss = LOSSES[algorithm.loss]
-        self._loss_settings = LossSettings(algorithm.clip_low, algorithm.clip_high, algorithm.clip_dual)
+        self._entropy_coef = algorithm.entropy_coef
+        self._m2po_tau = algorithm.m2po_tau if algorithm.loss == "m2po" else None
+        self._loss = policy_loss(algorithm.loss, folder or Path.cwd())
+        self._loss_settings = _settings(LossSettings, algorithm)
         self._correction = CORRECTIONS[algorithm.correction]
-        self._correction_settings = CorrectionSettings(algorithm.tis_cap)
+        self._correction_settings = _settings(CorrectionSettings, algorithm)
         self._aggregate = AGGREGATIONS[algorithm.aggregation]
 
-    def __call__(self, logits: Tensor, batch: MicroBatch, counts: StepCounts, tally: Tally) -> Tensor:
+    @torch.no_grad()
+    def logprobs(self, logits: Tensor, batch: MicroBatch) -> Tensor:
+        """log pi of a micro-batch, 0 outside the mask: (N, V) -> (B, T)."""
+        flat, _ = token_logprobs(logits, batch.targets, self._temperature)  # (N,)
+        return flat.new_zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
+
+    @property
+    def needs_preview(self) -> bool:
+        """Whether the loss of a token depends on the log-probs of all tokens of the step."""
+        return self._m2po_tau is not None
+
+    @torch.no_grad()
+    def preview(self, logits: Tensor, batch: MicroBatch) -> Tensor:
+        """What such a loss has to know of a micro-batch: (log pi/b)^2 of its tokens, (N,)."""
+        flat, _ = token_logprobs(logits, batch.targets, self._temperature)  # (N,)
+        behaviour = batch.behaviour[batch.mask].to(flat.dtype)
+        return log_ratio(flat, behaviour, torch.ones_like(flat, dtype=torch.bool)).square()
+
+    def limit(self, previews: Tensor) -> Tensor:
+        """What ``__call__`` takes as ``limit``, from the previews of the whole step, (N,) -> ()."""
+        assert self._m2po_tau is not None
+        return m2po_limit(previews, self._m2po_tau)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        batch: MicroBatch,
+        counts: StepCounts,
+        tally: Tally,
+        limit: Tensor | None = None,
+    ) -> Tensor:
         """The micro-batch's share of the step's loss, a scalar; ``logits`` (N, V)."""
-        flat, entropy = token_logprobs(logits, batch.targets, self._temperature)  # (N,), (N,)
+        flat, entropy = token_logprobs(
+            logits, batch.targets, self._temperature, entropy_gradient=self._entropy_coef > 0
+        )  # (N,), (N,)
         mask = batch.mask
         logprobs = flat.new_zeros(mask.shape).masked_scatter(mask, flat)  # (B, T)
-        # One update a step: the policy at the step's start is the one that was just run.
         own = logprobs.detach()
+        # In the first update of a step, the policy at its start is the one that was just run.
+        start = own if batch.proximal is None else batch.proximal.to(own.dtype)
         behaviour = batch.behaviour.to(own.dtype)
         inputs = LossInputs(
             logprobs=logprobs,
-            proximal=own if self._recompute else behaviour,
+            proximal=self._proximal(start, own, behaviour, batch.ages),
             behaviour=behaviour,
             advantages=batch.advantages.to(own.dtype),
             mask=mask,
+            m2po_limit=limit,
         )
         result = self._loss(inputs, self._loss_settings)
         correction = self._correction(inputs.proximal, behaviour, mask, self._correction_settings)
-        loss = self._aggregate(correction.weights * result.loss, mask, counts)
+        loss = pg_loss = self._aggregate(correction.weights * masked(result.loss, mask), mask, counts)
+        if self._entropy_coef > 0:
+            entropies = flat.new_zeros(mask.shape).masked_scatter(mask, entropy)  # (B, T)
+            loss = loss - self._entropy_coef * self._aggregate(entropies, mask, counts)
         with torch.no_grad():
-            ratio = torch.where(mask, log_ratio(own, behaviour, mask).exp(), 0.0)
+            ratio = torch.where(mask, log_ratio(start, behaviour, mask).exp(), 0.0)
             weights = correction.weights if self._corrected else ratio
-            difference = torch.where(mask & batch.fresh, (own - behaviour).abs(), 0.0)
-            behaviour_kl = torch.where(mask, behaviour - own, 0.0)
+            difference = torch.where(mask & batch.fresh, (start - behaviour).abs(), 0.0)
+            behaviour_kl = torch.where(mask, behaviour - start, 0.0)
+            lower = torch.zeros_like(mask) if result.clipped_lower is None else result.clipped_lower
             tally.add(
-                loss=loss,
+                loss=pg_loss,
                 bad_losses=(~loss.isfinite()).float(),
                 tokens=mask.sum(),
                 clipped=result.clipped.sum(),
+                clipped_lower=lower.sum(),
                 ppo_kl=result.kl.sum(),
                 entropy=entropy.sum(),
                 behaviour_kl=behaviour_kl.sum(),
@@ -92,6 +139,17 @@ class Objective:
             tally.maximum(weight=weights.max(), fresh_difference=difference.max())
         # 0 times a finite loss adds nothing; 0 times another is NaN, and so is every gradient then.
         return loss + flat.sum() * (loss.detach() * 0.0)
+
+    def _proximal(self, start: Tensor, own: Tensor, behaviour: Tensor, ages: Tensor) -> Tensor:
+        """log p, (B, T)."""
+        if self._old_logprobs == "recompute":
+            return start
+        return behaviour if self._old_logprobs == "behaviour" else log_linear_proximal(own, behaviour, ages)
+
+
+def _settings(kind: type[Settings], algorithm: AlgorithmSection) -> Settings:
+    """The constants that the section has under the same names."""
+    return kind(**{field.name: getattr(algorithm, field.name) for field in fields(kind)})
 
 
 @dataclass
@@ -140,6 +198,7 @@ class Tally:
             "actor/pg_loss": total["loss"],
             "actor/nonfinite_losses": total["bad_losses"],
             "actor/pg_clipfrac": total["clipped"] / tokens,
+            "actor/pg_clipfrac_lower": total["clipped_lower"] / tokens,
             "actor/ppo_kl": total["ppo_kl"] / tokens,
             "actor/entropy": total["entropy"] / tokens,
             "rollout_corr/kl": total["behaviour_kl"] / tokens,

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 from asyncrl.errors import ConfigError, InvariantError
+from asyncrl.learners.base import MiniBatch
 from asyncrl.types import Batch, GroupMeta
 
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -34,31 +36,72 @@ class RankPlan:
     """Trained tokens of the whole step, over all ranks."""
     sequences: int
     """Trajectories of the whole step with at least one trained token, over all ranks."""
+    mini_batches: tuple[MiniBatch, ...] = ()
+    """The micro-batches of each optimizer update, where the step has several."""
 
 
-def plan_step(batch: Batch, ranks: int, micro_batch_tokens: int) -> tuple[RankPlan, ...]:
+def plan_step(
+    batch: Batch, ranks: int, micro_batch_tokens: int, mini_batches: int = 1
+) -> tuple[RankPlan, ...]:
     """One plan a rank.
 
-    No rank has more than the mean load plus one group's tokens. Raises ConfigError for a sequence
+    ``mini_batches`` optimizer updates, each of an equal part of the groups in their order; fewer where
+    there are fewer groups. In none of them has a rank more than the mean load plus one group's tokens.
+    Raises ConfigError for a sequence
     that is longer than ``micro_batch_tokens``, and InvariantError for an empty batch.
     """
     metas = [item.meta for item in batch.items]
     if not metas:
         raise InvariantError(f"the update of version {batch.version} has 0 groups, expected at least 1")
-    owned = _assign([sum(_lengths(meta)) for meta in metas], ranks)
+    parts = [
+        _plan_part(metas, range(*cuts), ranks, micro_batch_tokens)
+        for cuts in pairwise(_cuts(len(metas), min(mini_batches, len(metas))))
+    ]
+    trajectories = [t for meta in metas for t in meta.trajectories]
+    plans = []
+    for rank in range(ranks):
+        # Parts are cut in the order of the items, and so come one after the other in a rank too.
+        items = tuple(i for owned, _ in parts for i in owned[rank])
+        updates: list[MiniBatch] = []
+        start = 0
+        for owned, packed in parts:
+            members = [t for i in chain.from_iterable(owned) for t in metas[i].trajectories]
+            updates.append(
+                MiniBatch(
+                    tuple(tuple(start + row for row in rows) for rows in packed[rank]),
+                    loss_tokens=sum(t.loss_tokens for t in members),
+                    sequences=sum(t.loss_tokens > 0 for t in members),
+                )
+            )
+            start += sum(len(metas[i].trajectories) for i in owned[rank])
+        plans.append(
+            RankPlan(
+                items=items,
+                checksums=tuple(metas[i].checksum for i in items),
+                micro_batches=tuple(rows for update in updates for rows in update.micro_batches),
+                loss_tokens=sum(t.loss_tokens for t in trajectories),
+                sequences=sum(t.loss_tokens > 0 for t in trajectories),
+                mini_batches=tuple(updates) if len(updates) > 1 else (),
+            )
+        )
+    return tuple(plans)
+
+
+def _plan_part(
+    metas: Sequence[GroupMeta], part: range, ranks: int, micro_batch_tokens: int
+) -> tuple[list[tuple[int, ...]], list[MicroBatches]]:
+    """For each rank the items of one optimizer update, and their trajectories in micro-batches."""
+    owned = [
+        tuple(part[i] for i in items) for items in _assign([sum(_lengths(metas[i])) for i in part], ranks)
+    ]
     packed = [_pack([n for i in items for n in _lengths(metas[i])], micro_batch_tokens) for items in owned]
     count = max(len(micro_batches) for micro_batches in packed)
-    trajectories = [t for meta in metas for t in meta.trajectories]
-    return tuple(
-        RankPlan(
-            items=items,
-            checksums=tuple(metas[i].checksum for i in items),
-            micro_batches=micro_batches + ((),) * (count - len(micro_batches)),
-            loss_tokens=sum(t.loss_tokens for t in trajectories),
-            sequences=sum(t.loss_tokens > 0 for t in trajectories),
-        )
-        for items, micro_batches in zip(owned, packed, strict=True)
-    )
+    return owned, [micro_batches + ((),) * (count - len(micro_batches)) for micro_batches in packed]
+
+
+def _cuts(count: int, parts: int) -> list[int]:
+    """Where ``count`` things are cut into parts whose sizes differ by at most 1."""
+    return [count * i // parts for i in range(parts + 1)]
 
 
 def _lengths(meta: GroupMeta) -> list[int]:

@@ -34,6 +34,8 @@ from tests.unit.recorded_batches import MAX_AGE, record_batch, shares
 DEADLINE_S = 300
 SCORED = tuple((5 * i + i * i) % 23 for i in range(30))
 """Tokens whose log-probs are asked for."""
+TEMPERATURE = 0.9
+LENGTH_NORM = 24.0
 PRELOADED = (AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM)
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -60,13 +62,14 @@ def learner(at: Rank) -> Iterator[tuple[DeepSpeedLearner, Manifest]]:
         ),
         algorithm=AlgorithmSection(),
         model_path=str(at.folder),
-        temperature=0.9,
+        temperature=TEMPERATURE,
         max_staleness=MAX_AGE,
         total_steps=20,
         rank=at.rank,
         world_size=at.ranks,
         master=("127.0.0.1", at.port),
         deterministic=True,
+        length_norm=LENGTH_NORM,
     )
     try:
         yield rank, rank.start().manifest
@@ -74,9 +77,11 @@ def learner(at: Rank) -> Iterator[tuple[DeepSpeedLearner, Manifest]]:
         rank.close()
 
 
-def share_of(at: Rank, version: int, groups: int = 4, micro_batch_tokens: int = 80) -> RankStep:
+def share_of(
+    at: Rank, version: int, groups: int = 4, micro_batch_tokens: int = 80, advantage: str = "grpo"
+) -> RankStep:
     batch = record_batch(version, groups=groups)
-    return shares(batch, version, at.ranks, micro_batch_tokens)[at.rank]
+    return shares(batch, version, at.ranks, micro_batch_tokens, advantage)[at.rank]
 
 
 def gradients(at: Rank, splits: list[tuple[int, int]]) -> list[tuple[list[int], Arrays]]:
@@ -92,6 +97,38 @@ def gradients(at: Rank, splits: list[tuple[int, int]]) -> list[tuple[list[int], 
             # Takes the gradient away; a learning rate of 0 leaves the weights as they are.
             rank._update(0.0)
     return found
+
+
+def algorithm_gradients(
+    at: Rank, algorithms: list[dict[str, Any]], splits: list[int]
+) -> list[list[tuple[int, Arrays]]]:
+    """For each algorithm and micro_batch_tokens: the number of micro-batches, and the full gradient."""
+    found = []
+    with learner(replace(at, lr=1e-30)) as (rank, manifest):
+        parameters = dict(rank._engine.module.named_parameters())
+        for values in algorithms:
+            algorithm = AlgorithmSection.model_validate(values)
+            rank._set_algorithm(algorithm, TEMPERATURE, MAX_AGE, Path.cwd())
+            of_algorithm = []
+            for micro_batch_tokens in splits:
+                share = share_of(at, 2, 4, micro_batch_tokens, algorithm.advantage)
+                rank.accumulate(share)
+                full = {s.name: deepspeed.utils.safe_get_full_grad(parameters[s.name]) for s in manifest}
+                of_algorithm.append((len(share.micro_batches), to_arrays(full)))
+                rank._update(0.0)
+            found.append(of_algorithm)
+    return found
+
+
+def several_updates(at: Rank, algorithm: dict[str, Any]) -> tuple[bool, dict[str, float], Arrays]:
+    """One step with the epochs and mini-batches of ``algorithm``: skipped, metrics, parameters."""
+    section = AlgorithmSection.model_validate(algorithm)
+    with learner(at) as (rank, _):
+        rank._set_algorithm(section, TEMPERATURE, MAX_AGE, Path.cwd())
+        batch = record_batch(2)
+        share = shares(batch, 2, at.ranks, 80, section.advantage, section.mini_batches)[at.rank]
+        result = rank.step(share)
+        return result.skipped, result.metrics, to_arrays(dict(rank.named_parameters()))
 
 
 def train(at: Rank, versions: int) -> dict[str, Any]:

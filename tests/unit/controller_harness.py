@@ -182,4 +182,5 @@ def check(settings: Config, outcome: Outcome) -> None:
     assert len(ends) == len(set(ends)), "an ordinal was retired twice"
     trained = [ordinal for lags in outcome.learner.ordinals for ordinal in lags]
     assert len(trained) == len(set(trained)), "an ordinal was trained twice"
-    assert all(len(ordinals) == batch for ordinals in outcome.learner.ordinals)
+    smallest = 1 if settings.algorithm.filter_zero_variance == "drop" else batch
+    assert all(smallest <= len(ordinals) <= batch for ordinals in outcome.learner.ordinals)

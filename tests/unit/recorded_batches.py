@@ -49,7 +49,7 @@ def _trajectory(rng: np.random.Generator, sample: int, version: int) -> Trajecto
     )
 
 
-def batch_of(groups: Sequence[Group], version: int) -> Batch:
+def batch_of(groups: Sequence[Group], version: int, advantage: str = "grpo") -> Batch:
     """As the controller would hand it to a learner, payloads left out."""
     items = []
     for group in groups:
@@ -61,13 +61,21 @@ def batch_of(groups: Sequence[Group], version: int) -> Batch:
             checksum=0,
             nbytes=0,
         )
-        items.append(BatchItem(meta, group, group_advantages("grpo", meta.rewards)))
+        lengths = [t.loss_tokens for t in meta.trajectories]
+        items.append(BatchItem(meta, group, group_advantages(advantage, meta.rewards, lengths)))
     return Batch(version, tuple(items))
 
 
-def shares(groups: Sequence[Group], version: int, ranks: int, micro_batch_tokens: int) -> list[RankStep]:
+def shares(
+    groups: Sequence[Group],
+    version: int,
+    ranks: int,
+    micro_batch_tokens: int,
+    advantage: str = "grpo",
+    mini_batches: int = 1,
+) -> list[RankStep]:
     """What each rank is asked to train."""
-    batch = batch_of(groups, version)
+    batch = batch_of(groups, version, advantage)
     return [
         RankStep(
             version=version,
@@ -81,6 +89,7 @@ def shares(groups: Sequence[Group], version: int, ranks: int, micro_batch_tokens
             micro_batches=plan.micro_batches,
             loss_tokens=plan.loss_tokens,
             sequences=plan.sequences,
+            mini_batches=plan.mini_batches,
         )
-        for plan in plan_step(batch, ranks, micro_batch_tokens)
+        for plan in plan_step(batch, ranks, micro_batch_tokens, mini_batches)
     ]

@@ -33,7 +33,7 @@ def random_settings(rng: random.Random) -> Config:
         f"schedule.max_staleness={depth + every - 1 + rng.randint(0, 3)}",
         f"schedule.at_bound={rng.choice(['wait', 'drop'])}",
         f"schedule.in_flight_updates={rng.choice(['true', 'false'])}",
-        f"algorithm.filter_zero_variance={rng.choice(['none', 'refill'])}",
+        f"algorithm.filter_zero_variance={rng.choice(['none', 'drop', 'refill'])}",
         f"reward.on_error={rng.choice(['fail', 'drop'])}",
         f"eval.every={rng.choice([0, 0, 2])}",
         "rollout.max_attempts=8",

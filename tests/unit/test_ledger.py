@@ -55,7 +55,7 @@ def test_an_ordinal_goes_through_every_state_once():
 LEGAL = {
     "running": {"filtered", "dropped", "failed"},
     "ready": {"filtered", "dropped", "failed"},
-    "training": {"trained", "dropped", "failed"},
+    "training": {"trained", "filtered", "dropped", "failed"},
 }
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.algorithms.aggregation import AGGREGATIONS, StepCounts
 from asyncrl.config import AlgorithmSection
-from asyncrl.errors import ConfigError
 from asyncrl.learners.base import RankStep
 from asyncrl.learners.collate import collate
 from asyncrl.learners.objective import Objective, Tally
@@ -196,6 +196,5 @@ def test_an_age_that_no_token_has_has_no_figures() -> None:
 
 
 def test_correcting_a_ratio_to_the_behaviour_policy_twice_is_refused() -> None:
-    algorithm = AlgorithmSection(old_logprobs="behaviour", correction="tis")
-    with pytest.raises(ConfigError, match="already pi/b"):
-        Objective(algorithm, 1.0, MAX_AGE)
+    with pytest.raises(ValidationError, match="corrects twice"):
+        AlgorithmSection(old_logprobs="behaviour", correction="tis")

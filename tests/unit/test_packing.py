@@ -86,3 +86,32 @@ def test_a_sequence_over_the_budget_is_refused_with_both_numbers() -> None:
 def test_an_empty_batch_is_a_bug() -> None:
     with pytest.raises(InvariantError, match="0 groups"):
         plan_step(Batch(3, ()), 1, 100)
+
+
+@given(groups, st.integers(1, 3), st.integers(1, 5))
+def test_mini_batches_split_a_step_by_groups(
+    groups: list[list[TrajectoryMeta]], ranks: int, mini_batches: int
+) -> None:
+    plans = plan_step(batch_of(groups), ranks, 2 * LONGEST, mini_batches)
+    updates = min(mini_batches, len(groups))
+    if updates == 1:
+        assert plans == plan_step(batch_of(groups), ranks, 2 * LONGEST)
+        return
+    assert [len(plan.mini_batches) for plan in plans] == [updates] * ranks
+    seen: list[set[int]] = [set() for _ in range(updates)]
+    for plan in plans:
+        group_of = [i for i in plan.items for _ in groups[i]]
+        assert sorted(i for rows in plan.micro_batches for i in rows) == list(range(len(group_of)))
+        assert plan.micro_batches == tuple(rows for u in plan.mini_batches for rows in u.micro_batches)
+        for update, of_update in zip(plan.mini_batches, seen, strict=True):
+            of_update.update(group_of[i] for rows in update.micro_batches for i in rows)
+    # Every group in one update, in order, and each update normalised by what is in it on all ranks.
+    assert [i for of_update in seen for i in sorted(of_update)] == list(range(len(groups)))
+    assert max(map(len, seen)) - min(map(len, seen)) <= 1
+    for number, of_update in enumerate(seen):
+        members = [t for i in of_update for t in groups[i]]
+        for plan in plans:
+            update = plan.mini_batches[number]
+            assert len(update.micro_batches) == len(plans[0].mini_batches[number].micro_batches)
+            assert update.loss_tokens == sum(t.loss_tokens for t in members)
+            assert update.sequences == sum(t.loss_tokens > 0 for t in members)
