@@ -8,9 +8,9 @@ a table, a row a push, in milliseconds:
     unpack    of that, copying them into the staging area and summing them up
     build     generation goes on: vLLM's loaders stack, cut and repack them (on CPU, in a twin of the model)
     pause     generation stands still, from the order to pause to the end of the order to go on
+    held      of that: from the end of vLLM's own pause call, which waits for the step that runs
     commit    of that: the workers take the new weights
     bare      vLLM's own pause and resume with nothing between them, measured before each push
-    beyond    pause less bare: what the push itself costs
 
 Then what the standstill may be compared with: copies of the same bytes inside the worker, and the bandwidth
 of the receiving half against a bare gloo broadcast of the same bytes between the same two processes, with
@@ -53,7 +53,7 @@ from asyncrl.weight_sync.broadcast import PushGroup, create_store
 
 log = logging.getLogger("vllm_push")
 TIMEOUT_S = 300.0
-COLUMNS = ("receive", "wire", "unpack", "build", "pause", "commit", "bare", "beyond")
+COLUMNS = ("receive", "wire", "unpack", "build", "pause", "held", "commit", "bare")
 
 
 @dataclass(frozen=True)
@@ -273,9 +273,9 @@ async def _push(engine: VLLMEngine, pipe: Connection, version: int) -> dict[str,
         "unpack": echo.receive_s - wire,
         "build": build,
         "pause": echo.pause_s,
+        "held": engine.held_s,
         "commit": max(engine.commit_times),
         "bare": bare,
-        "beyond": echo.pause_s - bare,
     }
     await asyncio.sleep(0.5)  # generation between two pushes, as in a run
     return {name: 1e3 * value for name, value in seconds.items()}

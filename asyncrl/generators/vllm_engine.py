@@ -105,6 +105,8 @@ class VLLMEngine:
         self._staged: _Staged | None = None
         self.commit_times: list[float] = []
         """Seconds of the last swap in which each worker exchanged its weights."""
+        self.held_s = 0.0
+        """Seconds of the last swap after vLLM's own pause call had returned, until generation went on."""
 
     @property
     def live_version(self) -> int:
@@ -478,6 +480,7 @@ class VLLMEngine:
             )
             if not in_flight:
                 began = clock()  # until now sequences went on to their end
+            held = clock()
             self._meter.stand_still()
             counts = await self._count_tokens()
             if keep and self._settings.prefix_caching:
@@ -493,7 +496,7 @@ class VLLMEngine:
             if was_open:
                 await self._with_engine(self._engine.resume_generation())
                 self._open.set()
-            took = clock() - began
+            took, self.held_s = clock() - began, clock() - held
             self._meter.go_on()
         self._paused_s += took
         self._swaps += 1
