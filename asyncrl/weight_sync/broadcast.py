@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +58,23 @@ def connect_store(spec: PushGroupSpec) -> Any:
     return dist.TCPStore(spec.host, spec.port, is_master=False, timeout=timeout)
 
 
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """Room for one version, in the buckets that it arrives in: nothing is unpacked."""
+
+    flats: tuple[torch.Tensor, ...]
+    """One flat tensor a bucket, with the bucket's dtype."""
+    tensors: dict[str, torch.Tensor]
+    """Views of them, by name."""
+
+
+def make_staging(buckets: Sequence[Sequence[TensorSpec]], device: torch.device) -> Staging:
+    """Room for ``buckets`` on ``device``."""
+    flats = tuple(_flat(bucket, device) for bucket in buckets)
+    views = (pair for flat, bucket in zip(flats, buckets, strict=True) for pair in _split(flat, bucket))
+    return Staging(flats, dict(views))
+
+
 class PushGroup:
     """A process group of one sender (rank 0) and its receivers."""
 
@@ -95,8 +113,10 @@ class PushGroup:
             _wait_all(pending)
         return checksum.hexdigest(), nbytes
 
-    def receive(self, version: int, staging: Mapping[str, torch.Tensor]) -> str:
-        """Fill ``staging`` (tensors by name) with ``version``'s weights; returns their checksum.
+    def receive(self, version: int, staging: Mapping[str, torch.Tensor] | Staging) -> str:
+        """Fill ``staging`` with ``version``'s weights; returns their checksum.
+
+        Into a ``Staging`` they arrive directly; into tensors by name they are copied.
 
         Raises WeightSyncError when the group fails or the sender sends another version.
         """
@@ -112,18 +132,21 @@ class PushGroup:
                     f"out of step: the sender announced version {found[1]} in {found[2]} buckets, "
                     f"expected version {version} in {len(self.buckets)} buckets"
                 )
-            arriving = self._post(0)
+            flats: Sequence[torch.Tensor | None] = [None] * len(self.buckets)
+            if isinstance(staging, Staging):
+                flats = staging.flats
+            arriving = self._post(0, flats[0])
             for i, bucket in enumerate(self.buckets):
                 flat, work = arriving
                 began = time.perf_counter()
                 work.wait()
                 self.wire_s += time.perf_counter() - began
                 if i + 1 < len(self.buckets):
-                    arriving = self._post(i + 1)
+                    arriving = self._post(i + 1, flats[i + 1])
                 for name, tensor in _split(flat, bucket):
-                    target = staging[name]
-                    target.copy_(tensor)
-                    checksum.add(name, target)
+                    checksum.add(name, tensor)
+                    if not isinstance(staging, Staging):
+                        staging[name].copy_(tensor)
         return checksum.hexdigest()
 
     def close(self) -> None:
@@ -132,10 +155,9 @@ class PushGroup:
             self._group.abort()
             self._group = None  # its sockets close with the last reference
 
-    def _post(self, index: int) -> tuple[torch.Tensor, Any]:
-        bucket = self.buckets[index]
-        numel = sum(spec.numel for spec in bucket)
-        flat = torch.empty(numel, dtype=getattr(torch, bucket[0].dtype), device=self.device)
+    def _post(self, index: int, flat: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+        if flat is None:
+            flat = _flat(self.buckets[index], self.device)
         return flat, self._broadcast(flat)
 
     def _broadcast(self, tensor: torch.Tensor) -> Any:
@@ -178,6 +200,11 @@ def _own_address(peer: str) -> str:
 def _wait_all(works: list[Any]) -> None:
     for work in works:
         work.wait()
+
+
+def _flat(bucket: Sequence[TensorSpec], device: torch.device) -> torch.Tensor:
+    numel = sum(spec.numel for spec in bucket)
+    return torch.empty(numel, dtype=getattr(torch, bucket[0].dtype), device=device)
 
 
 def _split(flat: torch.Tensor, bucket: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec
-from asyncrl.weight_sync.broadcast import PushGroup, connect_store
+from asyncrl.weight_sync.base import PushGroupSpec
+from asyncrl.weight_sync.broadcast import PushGroup, Staging, connect_store, make_staging
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class StagingReceiver:
         self._group: PushGroup | None = None
         self._store: Any = None
         self._thread: threading.Thread | None = None
-        self._staging: dict[str, torch.Tensor] = {}
+        self._staging: Staging | None = None
         self._version: int | None = None
 
     def join(self, spec: PushGroupSpec) -> None:
@@ -84,7 +84,8 @@ class StagingReceiver:
             if self._thread is not threading.current_thread():
                 group.close()
                 raise WeightSyncError(f"push group {spec.prefix!r} was left for a newer one while it met")
-            self._staging = _allocate(spec.manifest, {} if abandoned else self._staging, group.device)
+            if abandoned or self._staging is None or not _fits(self._staging, group):
+                self._staging = make_staging(group.buckets, group.device)
             self._group, self._store = group, store
             return Outcome(spec.rank)
 
@@ -103,6 +104,7 @@ class StagingReceiver:
             raise WeightSyncError(f"asked to receive version {version} before joining a push group")
         self._version = None
         staging = self._staging
+        assert staging is not None, "a group comes with its staging area"
         began = time.perf_counter()
 
         def run(_: Any) -> Outcome:
@@ -111,7 +113,7 @@ class StagingReceiver:
             if group is self._group:
                 self._version = version
                 if then is not None:
-                    then(version, staging)
+                    then(version, staging.tensors)
             built_s = time.perf_counter() - received
             return Outcome(group.spec.rank, None, checksum, received - began, group.wire_s, built_s)
 
@@ -122,7 +124,8 @@ class StagingReceiver:
         if self._version != version:
             held = "nothing" if self._version is None else f"version {self._version}"
             raise WeightSyncError(f"asked to load version {version}, but {held} is staged")
-        return self._staging
+        assert self._staging is not None
+        return self._staging.tensors
 
     def close(self) -> None:
         """Leave the group; a thread that still receives is left to the push's timeout."""
@@ -182,15 +185,14 @@ def _key(prefix: str, what: str, rank: int) -> str:
     return f"outcome/{prefix}/{what}/{rank}"
 
 
-def _allocate(
-    manifest: Sequence[TensorSpec], old: dict[str, torch.Tensor], device: torch.device
-) -> dict[str, torch.Tensor]:
-    """A tensor for each entry of the manifest; the old ones where they fit."""
-    tensors = {}
-    for spec in manifest:
-        dtype = getattr(torch, spec.dtype)
-        tensor = old.get(spec.name)
-        if tensor is None or (tensor.shape, tensor.dtype, tensor.device) != (spec.shape, dtype, device):
-            tensor = torch.empty(spec.shape, dtype=dtype, device=device)
-        tensors[spec.name] = tensor
-    return tensors
+def _fits(staging: Staging, group: PushGroup) -> bool:
+    """Whether ``staging`` has the group's tensors, in the group's buckets."""
+    if [len(flat) for flat in staging.flats] != [sum(s.numel for s in bucket) for bucket in group.buckets]:
+        return False
+    found = {name: (t.shape, str(t.dtype), t.device.type) for name, t in staging.tensors.items()}
+    expected = {
+        spec.name: (torch.Size(spec.shape), f"torch.{spec.dtype}", group.device.type)
+        for bucket in group.buckets
+        for spec in bucket
+    }
+    return found == expected

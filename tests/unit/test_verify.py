@@ -10,14 +10,14 @@ from asyncrl.weight_sync.verify import ChecksumBuilder, state_checksum, tensor_c
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-def weights(dtype: torch.dtype, numel: int = 1001) -> torch.Tensor:
+def weights(dtype: torch.dtype, numel: int = 5001) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(7)).to(dtype)
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a small tensor spans several chunks."""
-    monkeypatch.setattr(verify, "_CPU_CHUNK", 64)
+    monkeypatch.setattr(verify, "_CPU_ROWS", 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -27,7 +27,7 @@ def test_equal_bits_have_equal_checksums(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("i", "j"), [(0, 1), (3, 900), (63, 64), (999, 1000)])
+@pytest.mark.parametrize(("i", "j"), [(0, 1), (3, 900), (511, 512), (1023, 1024), (0, 4096), (4999, 5000)])
 def test_exchanging_two_elements_shows(dtype: torch.dtype, i: int, j: int) -> None:
     first = weights(dtype)
     other = first.clone()
@@ -62,7 +62,7 @@ def test_a_negated_tensor_shows(dtype: torch.dtype) -> None:
 def test_chunk_size_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     first = weights(torch.float32)
     small = tensor_checksum(first)
-    monkeypatch.setattr(verify, "_CPU_CHUNK", 1 << 15)
+    monkeypatch.setattr(verify, "_CPU_ROWS", 1 << 10)
     assert tensor_checksum(first) == small
 
 
