@@ -509,7 +509,8 @@ class VLLMEngine:
     async def _count_tokens(self) -> dict[_Sequence, int]:
         """Tokens so far of every sequence that vLLM has not ended, while it stands still."""
         # What it sampled before it stopped has arrived, but may still wait for the output handler.
-        while self._engine.engine_core.outputs_queue.qsize():  # noqa: ASYNC110 it is ready, and needs a turn
+        while self._engine.engine_core.outputs_queue.qsize():
+            self._require_running()  # a dead engine's output handler takes nothing any more
             await asyncio.sleep(0)
         return {self._sequences[uid]: state.detokenizer.num_output_tokens() for uid, state in self._states()}
 

@@ -69,7 +69,7 @@ class StagedWeightTransfer(WeightTransferEngine[JoinInfo, LoadInfo]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.receiver = StagingReceiver(self.device)
+        self.receiver = StagingReceiver(self._build, self.device)
         self._loading = choose_loading(self.model, self.vllm_config, self.device)
         self._built: int | None = None
         self.commit_s = 0.0
@@ -83,9 +83,10 @@ class StagedWeightTransfer(WeightTransferEngine[JoinInfo, LoadInfo]):
     def receive(self, version: int, ticket: int) -> None:
         """Start to receive and build a version in a thread; the outcome goes through the group's store."""
         self._built = None
-        self.receiver.receive(version, ticket, then=self._build)
+        self.receiver.receive(version, ticket)
 
     def _build(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        self._built = None
         self._loading.build(tensors)
         self._built = version
 

@@ -144,9 +144,9 @@ class PushGroup:
                 if i + 1 < len(self.buckets):
                     arriving = self._post(i + 1, flats[i + 1])
                 for name, tensor in _split(flat, bucket):
-                    checksum.add(name, tensor)
                     if not isinstance(staging, Staging):
-                        staging[name].copy_(tensor)
+                        tensor = staging[name].copy_(tensor)
+                    checksum.add(name, tensor)
         return checksum.hexdigest()
 
     def close(self) -> None:

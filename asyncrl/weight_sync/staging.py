@@ -5,8 +5,8 @@ generation. Here every call returns at once; a thread joins or receives, and tel
 the push group's own ``TCPStore``, where ``await_outcomes`` waits for it without asking again and again.
 
 Invariants:
-- What an earlier group still does after a new ``join`` touches nothing that the new one uses.
-- What ``staged`` returns is whole: every tensor of that version, with the checksum of the bytes.
+- What an earlier group still receives after a new ``join`` touches nothing that the new one uses.
+- ``use`` gets whole versions alone, one at a time: also where an earlier group's is still at it.
 - A failure is an outcome like any other: it reaches the waiter with its message.
 """
 
@@ -55,22 +55,26 @@ class Outcome:
 class StagingReceiver:
     """Joins push groups and receives versions into staging tensors, in a thread of its own.
 
-    ``device`` is that of the process's model: with nccl, the staging area is there too. ``staged`` and
-    ``close`` belong to the thread that calls ``join`` and ``receive``.
+    ``use`` is called in that thread with each version that has arrived and its tensors by name, which are
+    its until the next ``receive``. ``device`` is that of the process's model: with nccl, the staging area
+    is there too. ``close`` belongs to the thread that calls ``join`` and ``receive``.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(
+        self, use: Callable[[int, dict[str, torch.Tensor]], None], device: torch.device | None = None
+    ) -> None:
+        self._use = use
+        self._using = threading.Lock()
         self._device = device or torch.device("cpu")
         self._group: PushGroup | None = None
         self._store: Any = None
         self._thread: threading.Thread | None = None
         self._staging: Staging | None = None
-        self._version: int | None = None
 
     def join(self, spec: PushGroupSpec) -> None:
         """Start to join the group of ``spec``, leaving an earlier one."""
         left, busy = self._group, self._thread
-        self._group, self._version = None, None
+        self._group = None
 
         def run(store: Any) -> Outcome:
             if busy is not None:
@@ -91,18 +95,14 @@ class StagingReceiver:
 
         self._start(spec, _JOINED, lambda: connect_store(spec), run)
 
-    def receive(
-        self, version: int, ticket: int, then: Callable[[int, dict[str, torch.Tensor]], None] | None = None
-    ) -> None:
-        """Start to fill the staging area with ``version``; each call in a group has another ``ticket``.
+    def receive(self, version: int, ticket: int) -> None:
+        """Start to receive and use ``version``; each call in a group has another ``ticket``.
 
-        ``then`` is called with the version and its tensors, in the thread, before the outcome is told.
         Raises WeightSyncError before ``join``.
         """
         group = self._group
         if group is None:
             raise WeightSyncError(f"asked to receive version {version} before joining a push group")
-        self._version = None
         staging = self._staging
         assert staging is not None, "a group comes with its staging area"
         began = time.perf_counter()
@@ -110,22 +110,14 @@ class StagingReceiver:
         def run(_: Any) -> Outcome:
             checksum = group.receive(version, staging)
             received = time.perf_counter()
-            if group is self._group:
-                self._version = version
-                if then is not None:
-                    then(version, staging.tensors)
+            with self._using:
+                if group is not self._group:
+                    raise WeightSyncError(f"version {version} arrived in a group that was left meanwhile")
+                self._use(version, staging.tensors)
             built_s = time.perf_counter() - received
             return Outcome(group.spec.rank, None, checksum, received - began, group.wire_s, built_s)
 
         self._start(group.spec, _received(version, ticket), lambda: self._store, run)
-
-    def staged(self, version: int) -> dict[str, torch.Tensor]:
-        """The tensors of ``version`` by name, until the next ``receive``. Raises WeightSyncError."""
-        if self._version != version:
-            held = "nothing" if self._version is None else f"version {self._version}"
-            raise WeightSyncError(f"asked to load version {version}, but {held} is staged")
-        assert self._staging is not None
-        return self._staging.tensors
 
     def close(self) -> None:
         """Leave the group; a thread that still receives is left to the push's timeout."""
@@ -140,7 +132,11 @@ class StagingReceiver:
         def work() -> None:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # which device is current is a thread's own matter
-            store = connect()
+            try:
+                store = connect()
+            except Exception:  # without the store there is no way to tell: the waiter's deadline passes
+                log.exception("%s of push group %r: its store cannot be reached", what, spec.prefix)
+                return
             try:
                 outcome = run(store)
             except Exception as error:  # noqa: BLE001 whatever it was, the waiter must hear of it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightSyncError
+from asyncrl.weight_sync import staging
 from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec
 from asyncrl.weight_sync.broadcast import PushGroup, connect_store, create_store
 from asyncrl.weight_sync.staging import StagingReceiver, await_joined, await_received
@@ -29,7 +31,9 @@ class Push:
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(4)
         self.store = create_store("127.0.0.1", TIMEOUT_S)
-        self.receivers = [StagingReceiver(), StagingReceiver()]
+        self.used: list[dict[int, dict[str, torch.Tensor]]] = [{}, {}]
+        """Of each receiver, the tensors that it had of each version."""
+        self.receivers = [StagingReceiver(held.__setitem__) for held in self.used]
         self.waiter = connect_store(self.spec("waiter"))
         self.sender: PushGroup | None = None
 
@@ -73,15 +77,14 @@ def test_a_receive_returns_before_anything_was_sent_and_stages_what_was(push: Pu
         for receiver in push.receivers:
             receiver.receive(version, ticket)
         assert time.perf_counter() - began < 1.0
-        with pytest.raises(WeightSyncError, match=f"version {version}, but nothing is staged"):
-            push.receivers[0].staged(version)
+        for held in push.used:
+            held.clear()
         sent = push.send(version)
         outcomes = await_received(push.waiter, spec, version, ticket, (1, 2))
         assert [outcome.checksum for outcome in outcomes] == [sent, sent]
         assert all(0 <= outcome.wire_s <= outcome.receive_s for outcome in outcomes)
-        for receiver in push.receivers:
-            staged = receiver.staged(version)
-            assert all(torch.equal(staged[name], tensor) for name, tensor in values(version).items())
+        for held in push.used:
+            assert all(torch.equal(held[version][name], tensor) for name, tensor in values(version).items())
 
 
 def test_a_failure_reaches_the_waiter_with_its_rank_and_words(push: Push) -> None:
@@ -96,8 +99,7 @@ def test_a_failure_reaches_the_waiter_with_its_rank_and_words(push: Push) -> Non
     assert push.sender is not None
     push.sender.close()
     assert isinstance(sending.exception(TIMEOUT_S), WeightSyncError)
-    with pytest.raises(WeightSyncError, match="version 2, but nothing is staged"):
-        push.receivers[1].staged(2)
+    assert push.used == [push.used[0], {}]
 
 
 def test_a_rebuilt_group_ends_what_the_old_one_waited_for(push: Push) -> None:
@@ -111,6 +113,36 @@ def test_a_rebuilt_group_ends_what_the_old_one_waited_for(push: Push) -> None:
     assert {o.checksum for o in await_received(push.waiter, spec, 1, 1, (1, 2))} == {sent}
 
 
+def test_a_use_that_a_rebuild_finds_at_work_ends_before_the_next_begins(
+    push: Push, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_GRACE_S", 0.05)
+    at_work, go_on = threading.Event(), threading.Event()
+    events: list[str] = []
+
+    def use(version: int, _: object) -> None:
+        events.append(f"begins {version}")
+        at_work.set()
+        go_on.wait(TIMEOUT_S)
+        events.append(f"ends {version}")
+
+    push.receivers[0] = StagingReceiver(use)
+    spec = push.join("one")
+    for receiver in push.receivers:
+        receiver.receive(1, 1)
+    push.send(1)
+    assert at_work.wait(TIMEOUT_S)
+    spec = push.join("two")
+    for receiver in push.receivers:
+        receiver.receive(2, 1)
+    push.send(2)
+    await_received(push.waiter, spec, 2, 1, (2,))
+    assert events == ["begins 1"]
+    go_on.set()
+    await_received(push.waiter, spec, 2, 1, (1,))
+    assert events == ["begins 1", "ends 1", "begins 2", "ends 2"]
+
+
 def test_a_silent_worker_is_an_error_with_its_rank(push: Push) -> None:
     spec = push.spec("nobody", timeout_s=0.5)
     with pytest.raises(
@@ -121,4 +153,4 @@ def test_a_silent_worker_is_an_error_with_its_rank(push: Push) -> None:
 
 def test_receiving_comes_after_joining() -> None:
     with pytest.raises(WeightSyncError, match="version 1 before joining"):
-        StagingReceiver().receive(1, 1)
+        StagingReceiver(lambda *_: None).receive(1, 1)
