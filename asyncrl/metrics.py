@@ -19,7 +19,7 @@ from asyncrl.types import GroupMeta, Metrics, TrajectoryMeta, group_lag, token_l
 
 @dataclass(slots=True)
 class PhaseTimes:
-    """Seconds that one step spent, by phase; cleared for the next."""
+    """Seconds that the running step has spent so far, by phase. One object for the whole run."""
 
     wait_for_batch: float = 0.0
     """The learner waited for rollouts."""
@@ -37,9 +37,13 @@ class PhaseTimes:
     eval: float = 0.0
     """A push waited for an evaluation to end."""
 
-    def metrics(self, step_s: float) -> Metrics:
-        named = {f"timing_s/{name}": getattr(self, name) for name in self.__slots__}
-        return {"timing_s/step": step_s, **named}
+    def take(self, step_s: float) -> Metrics:
+        """``timing_s/...`` of a step of ``step_s`` that ends now; the next one starts at zero."""
+        taken = {"timing_s/step": step_s}
+        for name in self.__slots__:
+            taken[f"timing_s/{name}"] = getattr(self, name)
+            setattr(self, name, 0.0)
+        return taken
 
 
 @dataclass(slots=True)
@@ -143,4 +147,32 @@ class GeneratorUse:
             "perf/generator_busy": busy / step_s,
             "generator/occupancy": slot / (self.slots * step_s),
             "generator/tokens_per_s": sampled / step_s,
+        }
+
+
+class StepMeter:
+    """Measures the steps of a run, one after the other."""
+
+    def __init__(self, slots: int) -> None:
+        self.times = PhaseTimes()
+        self.bias = LengthBias()
+        self._use = GeneratorUse(slots)
+        self._since = 0.0
+
+    def begin(self, moment: float, statistics: Mapping[str, GeneratorStatistics]) -> None:
+        """The first step starts at ``moment`` (seconds), with these counts of the generators."""
+        self._since = moment
+        self._use.begin(statistics)
+
+    def end_step(
+        self, moment: float, statistics: Mapping[str, GeneratorStatistics], metas: Sequence[GroupMeta]
+    ) -> Metrics:
+        """Where the time of a step went that trained ``metas`` and ends at ``moment``; the next begins."""
+        step_s = moment - self._since
+        self._since = moment
+        return {
+            **throughput_metrics(metas, step_s, self.times.train),
+            **self.times.take(step_s),
+            **self._use.metrics(statistics, step_s),
+            **self.bias.metrics(),
         }

@@ -214,6 +214,12 @@ class GroupMeta:
     def rewards(self) -> tuple[float, ...]:
         return tuple(t.reward for t in self.trajectories)
 
+    @property
+    def reward_mean(self) -> float | None:
+        """Mean over the trajectories; None where there is none."""
+        rewards = self.rewards
+        return sum(rewards) / len(rewards) if rewards else None
+
 
 @dataclass(frozen=True, slots=True)
 class ReadyGroup:

@@ -11,6 +11,11 @@ from asyncrl.errors import DeadlineError
 T = TypeVar("T")
 
 
+def now() -> float:
+    """Seconds by the clock of the running loop, which is a virtual one in simulations."""
+    return asyncio.get_running_loop().time()
+
+
 class Signal:
     """Wakes every waiter whenever something changed; they look for themselves at what."""
 

@@ -25,7 +25,7 @@ from asyncrl.generators.base import GeneratorStatistics
 from asyncrl.generators.member import Member, Replica
 from asyncrl.rollout import GroupRequest
 from asyncrl.snapshot import Salvage, key_of
-from asyncrl.types import GroupMeta
+from asyncrl.types import GroupMeta, Metrics
 from asyncrl.waiting import Signal
 
 __all__ = ["GeneratorPool", "Member", "Replica"]
@@ -301,6 +301,15 @@ class GeneratorPool:
 
         answers = await asyncio.gather(*(one(member) for member in self.live))
         return dict(answer for answer in answers if answer is not None)
+
+    def metrics(self) -> Metrics:
+        """How many replicas are at work, and what became of those that are not."""
+        return {
+            "generator/replicas_live": float(len(self.live)),
+            "generator/restarts": float(self.restarts),
+            "generator/continued_samples": float(self.continued_samples),
+            "generator/continued_tokens": float(self.continued_tokens),
+        }
 
     def describe(self) -> list[str]:
         """Who holds what, for a stall report."""

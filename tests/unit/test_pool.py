@@ -509,7 +509,7 @@ def test_an_evaluation_whose_version_died_out_is_made_of_the_next() -> None:
     settings = config("run.steps=9", "eval.every=3", "schedule.pipeline_depth=1", "schedule.max_staleness=2")
 
     async def kill_in_evaluation(outcome: Outcome) -> None:
-        while outcome.controller._evaluation is None:  # noqa: ASYNC110  the loop has no event for it
+        while outcome.controller._pushes.evaluation is None:  # noqa: ASYNC110  the loop has no event for it
             await asyncio.sleep(0.1)
         # The learner is in the update 3 -> 4 by now, so that the weights of version 3 are nowhere else.
         await asyncio.sleep(0.3)

@@ -1,0 +1,192 @@
+"""Pushes and evaluations: when a version goes live, and when one is evaluated.
+
+Invariants:
+- One push at a time. A version is live only after ``Publisher.publish`` returned.
+- Whoever holds the weights' turn finds the weights that are pushed unchanged: no update runs, or with
+  ``weight_sync.overlap`` no copy is made. With it a push runs beside the next update, from a copy that
+  the learner made between the two.
+- An evaluation is of one version: it starts when that is live, and the push of the next waits for its end.
+- Restarted replicas are let in between two updates, also where no push is due: a run whose only replica
+  died would wait for ever otherwise, with no rollout, no update and so no push.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from asyncrl.config import Config
+from asyncrl.evaluation import Evaluator
+from asyncrl.generators.pool import GeneratorPool
+from asyncrl.learners.base import Learner, LearnerInfo
+from asyncrl.metrics import PhaseTimes
+from asyncrl.queues.budget import StalenessBudget
+from asyncrl.types import Metrics
+from asyncrl.waiting import Signal, now, within
+from asyncrl.watchdog import Watchdog
+from asyncrl.weight_sync.publish import PublishReport
+
+
+class Publisher(Protocol):
+    """Delivers versions; see weight_sync/publish.py."""
+
+    async def open(self, info: LearnerInfo) -> None: ...
+
+    async def copied_out(self, version: int) -> None: ...
+
+    async def publish(self, version: int) -> PublishReport: ...
+
+    async def catch_up(self, version: int) -> bool: ...
+
+    def take_metrics(self) -> Metrics: ...
+
+
+class Pushes:
+    """Brings the learner's versions to the generators, and has those evaluated that are due.
+
+    ``evaluated`` hears of the metrics of each evaluation; ``changed`` is notified of each new live version.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        budget: StalenessBudget,
+        learner: Learner,
+        publisher: Publisher,
+        pool: GeneratorPool,
+        evaluator: Evaluator,
+        *,
+        evaluated: Callable[[Metrics], None],
+        changed: Signal,
+        watchdog: Watchdog,
+        times: PhaseTimes,
+    ) -> None:
+        self._overlap = config.weight_sync.overlap
+        self._timeout_s = config.weight_sync.timeout_s
+        self._evaluate_every = config.eval.every
+        self._steps = config.run.steps
+        self._budget = budget
+        self._learner = learner
+        self._publisher = publisher
+        self._pool = pool
+        self._evaluator = evaluator
+        self._evaluated = evaluated
+        self._changed = changed
+        self._watchdog = watchdog
+        self._times = times
+        self._turn = asyncio.Lock()
+        self._push: asyncio.Task[None] | None = None
+        self._version = 0  # the newest one that was handed to the publisher
+        self.evaluation: asyncio.Task[Metrics] | None = None
+        """That of the newest version handed to the publisher, running or done; None where none was due."""
+
+    async def open(self, info: LearnerInfo) -> None:
+        """Make version 0 live: what generates is then what trains, whatever the model's files said."""
+        await self._publisher.open(info)
+        if self._overlap:
+            await self._copy_out(0)
+        await self._publisher.publish(0)
+
+    def update_turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """What an update has to hold: it moves the weights that are pushed, unless those are a copy."""
+        return contextlib.nullcontext() if self._overlap else self._turn
+
+    async def publish_if_due(self, group: asyncio.TaskGroup) -> asyncio.Task[Metrics] | None:
+        """Publish the newest version where it is due, and return the evaluation that it started.
+
+        Live on return; with ``weight_sync.overlap`` only copied out, and live some time later.
+        """
+        version = self._budget.version
+        if version == self._version:
+            return None
+        last = version == self._steps
+        evaluate = self._evaluator.enabled and (last or self._is_evaluated(version))
+        if not (self._budget.is_due(version) or evaluate or last):
+            return None
+        before, synced = self.evaluation, self._times.weight_sync
+        if self._overlap:
+            await self._await_push()
+            start = now()
+            async with self._turn:
+                await self._copy_out(version)
+                self._version = version
+            self._times.weight_sync_stall += now() - start
+            name = f"push of version {version}"
+            self._push = group.create_task(self._publish(version, before), name=name)
+        else:
+            await self._publish(version, before)
+            self._times.weight_sync_stall += self._times.weight_sync - synced
+        self._version = version
+        self.evaluation = None
+        if evaluate:
+            name = f"evaluation of version {version}"
+            self.evaluation = group.create_task(self.evaluate(version, self._push), name=name)
+        return self.evaluation
+
+    async def evaluate(self, version: int, push: asyncio.Task[None] | None = None) -> Metrics:
+        """Evaluate ``version``, once it is live: now, or after ``push``."""
+        if push is not None:
+            await asyncio.wait([push])
+            push.result()
+        result = await self._evaluator.run(version)
+        self._watchdog.made_progress(f"evaluation of version {version}")
+        self._evaluated(result)
+        return result
+
+    async def let_in_restarted(self) -> None:
+        """Push to restarted replicas as soon as there are whole weights to push; runs until cancelled."""
+        while True:
+            await self._pool.until(lambda pool: pool.joining)
+            async with self._turn:
+                version = self._version if self._overlap else self._budget.version
+                if await self._publisher.catch_up(version) and self._pool.live:
+                    # Newer than before only where no replica was live: g is the oldest of them.
+                    self._budget.set_live(self._pool.live_version)
+                    self._changed.notify()
+
+    async def settled(self) -> None:
+        """Wait for the push and the evaluation that still run; how they end is their TaskGroup's to see."""
+        for last in (self._push, self.evaluation):
+            if last is not None:
+                await asyncio.wait([last])
+
+    def _is_evaluated(self, version: int) -> bool:
+        every = self._evaluate_every
+        return every > 0 and version % every == 0
+
+    async def _copy_out(self, version: int) -> None:
+        """Have the learner copy its weights out: all that it stands still for."""
+        await within(
+            self._timeout_s,
+            f"copying version {version} out",
+            "weight_sync.timeout_s",
+            self._learner.copy_out(version),
+        )
+        await self._publisher.copied_out(version)
+
+    async def _publish(self, version: int, evaluation: asyncio.Task[Metrics] | None) -> None:
+        """Make ``version`` live, as soon as the evaluation of the one before has ended."""
+        if evaluation is not None:
+            start = now()
+            await asyncio.wait([evaluation])
+            evaluation.result()
+            self._times.eval += now() - start
+        async with self._turn:
+            if version != self._budget.live_version:  # else replicas were restarted with it
+                start = now()
+                report = await self._publisher.publish(version)
+                self._times.weight_sync += now() - start
+                self._times.weight_pause += report.pause_s
+                self._budget.set_live(version)
+        self._watchdog.made_progress(f"version {version} live")
+        self._changed.notify()
+
+    async def _await_push(self) -> None:
+        """One push at a time, and one copy to push from: the next waits for the one before."""
+        if self._push is not None:
+            start = now()
+            await asyncio.wait([self._push])
+            self._push.result()
+            self._times.wait_for_push += now() - start
