@@ -5,15 +5,43 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 
-from .runs import Run
+from .runs import Run, assert_sound, start
 
 NOTICED_WITHIN_S = 5.0
 BACK_WITHIN_S = 120.0
 LOOK_EVERY_S = 0.05
+
+
+@contextmanager
+def run_to_strike(
+    folder: Path, *overrides: str, name: str, first_steps: int = 3, more_steps: int, gone_within_s: float
+) -> Iterator[Run]:
+    """A run without end of two replicas, handed over after some steps for its generators to be struck.
+
+    It has to go on after that, to stop when asked to, and to blame no prompt for what was done to it.
+    """
+    endless = ("run.steps=100000", "generators.replicas=2", "data.eval=null", "eval.every=0")
+    run = start(folder, *endless, *overrides, name=name)
+    try:
+        run.wait_for_steps(first_steps)
+        assert len(generators(run)) == 2
+        yield run
+        lines = len(run.metrics)
+        wait_until(run, f"{more_steps} more steps", 60, lambda: len(run.metrics) >= lines + more_steps)
+        run.interrupt(signal.SIGINT)
+        assert run.wait(60) == 130, run.text
+        run.assert_nothing_left(within_s=gone_within_s)
+    finally:
+        for process in run.processes():
+            process.kill()
+    assert_sound(run, max_staleness=2, capacity=4)
+    assert run.metrics[-1]["ledger/failed"] == 0, "a prompt was blamed for a death that we caused"
 
 
 def wait_until(run: Run, what: str, limit_s: float, condition: Callable[[], bool]) -> float:

@@ -76,14 +76,7 @@ def make_sender(at: Rank, rank: DeepSpeedLearner, manifest: Manifest, *, overlap
 def push_beside_updates(at: Rank, updates: int) -> dict[str, Any]:
     """Each version is received only when the update after it is over."""
     with learner(at) as (rank, manifest):
-        sender = PushSender(
-            rank,
-            plan_buckets(manifest, BUCKET_BYTES),
-            rank=at.rank,
-            ranks=at.ranks,
-            sharded=at.stage == 3,
-            overlap=True,
-        )
+        sender = make_sender(at, rank, manifest, overlap=True)
         pushes = Pushes(sender, manifest, at.rank, WAIT_S)
         pushes.open()
         held, sent, addresses, sizes = [], [], set(), []
@@ -106,14 +99,7 @@ def push_beside_updates(at: Rank, updates: int) -> dict[str, Any]:
 def push_to_a_receiver_that_dies(at: Rank, overlap: bool) -> dict[str, Any]:
     """The receiver leaves in the middle; the push is sent again in a new group, beside an update."""
     with learner(at) as (rank, manifest):
-        sender = PushSender(
-            rank,
-            plan_buckets(manifest, BUCKET_BYTES),
-            rank=at.rank,
-            ranks=at.ranks,
-            sharded=at.stage == 3,
-            overlap=overlap,
-        )
+        sender = make_sender(at, rank, manifest, overlap=overlap)
         pushes = Pushes(sender, manifest, at.rank, timeout_s=20.0)
         pushes.open()
         held = rank.checksum()

@@ -6,42 +6,26 @@ import re
 import signal
 from pathlib import Path
 
-from .deaths import generators, strike, wait_until
-from .runs import assert_sound, start
+from .deaths import generators, run_to_strike, strike
 
 
 def test_killed_and_stopped_generators_are_noticed_and_come_back_at_the_live_version(tmp_path: Path) -> None:
-    run = start(
+    with run_to_strike(
         tmp_path,
-        "run.steps=100000",
-        "generators.replicas=2",
-        "data.eval=null",
-        "eval.every=0",
         # Groups that run for many snapshots, so that there is something to go on from at each death.
         "rollout.max_new_tokens=200",
         "learner.micro_batch_tokens=512",
         "generators.health_every_s=0.1",
         name="deaths",
-    )
-    try:
-        run.wait_for_steps(3)
-        assert len(generators(run)) == 2
+        more_steps=3,
+        gone_within_s=15,
+    ) as run:
         strike(run, generators(run)[:1], signal.SIGKILL, expected=1, busy_s=0.3)
         strike(run, generators(run)[:1], signal.SIGSTOP, expected=2, busy_s=0.3)
         # None is left then, and no update will come to be pushed: the learner has to push in between.
         strike(run, generators(run), signal.SIGKILL, expected=4, busy_s=0.3)
-        lines = len(run.metrics)
-        wait_until(run, "three more steps", 60, lambda: len(run.metrics) >= lines + 3)
-        run.interrupt(signal.SIGINT)
-        assert run.wait(60) == 130, run.text
-        run.assert_nothing_left(within_s=15)
-    finally:
-        for process in run.processes():
-            process.kill()
-    assert_sound(run, max_staleness=2, capacity=4)
     last = run.metrics[-1]
     assert last["generator/restarts"] == 4
-    assert last["ledger/failed"] == 0, "a prompt was blamed for a death that we caused"
     assert last["generator/continued_tokens"] > 0, "all that the dead had sampled was sampled again"
     back = [int(version) for version in re.findall(r"generator \d is back, at version (\d+)", run.text)]
     assert len(back) == 4

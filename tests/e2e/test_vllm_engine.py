@@ -22,13 +22,13 @@ from asyncrl.generators.vllm_engine import VLLMEngine
 from asyncrl.generators.vllm_settings import VLLMSettings
 from asyncrl.types import Completion, DrawKey, Float32Array, GenerationRequest
 from asyncrl.weight_sync.canary import DEFAULT_TOLERANCE
+from tests.unit.tiny_models import full_logprobs as forward_logprobs
 
 from .vllm_models import (
     EOS,
     POSITIONS,
     VOCAB,
     Sender,
-    forward_logprobs,
     random_llama,
     request,
     require_vllm,

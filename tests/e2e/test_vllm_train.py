@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.queues.codec import decode_group, read_records
 
-from .deaths import generators, strike, wait_until
+from .deaths import generators, run_to_strike, strike
 from .runs import assert_sound, finish, start
 from .vllm_models import require_vllm
 
@@ -64,26 +64,7 @@ def test_a_killed_controller_takes_vllm_with_it(folder: Path) -> None:
 
 
 def test_a_killed_replica_is_noticed_and_back_at_the_live_version(folder: Path) -> None:
-    run = start(
-        folder,
-        *VLLM,
-        "run.steps=100000",
-        "generators.replicas=2",
-        "data.eval=null",
-        "eval.every=0",
-        name="vllm-deaths",
-    )
-    try:
-        run.wait_for_steps(2)
-        assert len(generators(run)) == 2
+    with run_to_strike(
+        folder, *VLLM, name="vllm-deaths", first_steps=2, more_steps=2, gone_within_s=30
+    ) as run:
         strike(run, generators(run)[:1], signal.SIGKILL, expected=1)
-        lines = len(run.metrics)
-        wait_until(run, "two more steps", 60, lambda: len(run.metrics) >= lines + 2)
-        run.interrupt(signal.SIGINT)
-        assert run.wait(60) == 130, run.text
-        run.assert_nothing_left(within_s=30)
-    finally:
-        for process in run.processes():
-            process.kill()
-    assert_sound(run, max_staleness=2, capacity=4)
-    assert run.metrics[-1]["ledger/failed"] == 0, "a prompt was blamed for a death that we caused"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,18 +83,6 @@ def request(
 ) -> GenerationRequest:
     params = SamplingParams(max_new_tokens=new, **{"ignore_eos": True, **sampling})
     return GenerationRequest(uid, tuple(prompt), params, DrawKey(7, key, 0))
-
-
-def forward_logprobs(
-    model: LlamaForCausalLM, prompt: Sequence[int], answer: Iterable[int], temperature: float = 1.0
-) -> torch.Tensor:
-    """Log-probs (T,) of the answer's tokens by one uncached forward pass, as the learner takes them."""
-    answer = [int(token) for token in answer]
-    ids = torch.tensor([[*prompt, *answer]])
-    with torch.inference_mode():
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    return logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0]
 
 
 class Sender:

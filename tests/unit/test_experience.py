@@ -334,35 +334,35 @@ def test_take_is_the_first_feasible_batch_of_all(situation, step):
         assert [arrived[index] for index in chosen] == expected
 
 
+def build_situation(batch, offsets, landed) -> tuple[StalenessBudget, ExperienceQueue]:
+    """A situation as it stands at step 4: start versions 0..4, under a bound with room for all of them."""
+    budget = StalenessBudget(batch, 4, 4, 1, 100)
+    queue = ExperienceQueue(budget, budget.capacity, 10**6)
+    for version in range(5):
+        for ordinal in [i for i, offset in enumerate(offsets) if offset == version]:
+            budget.admit(ordinal)
+        if version < 4:
+            budget.complete_update()
+            budget.set_live(version + 1)
+    for ordinal, is_ready in enumerate(landed):
+        if is_ready:
+            queue.put(ready(ordinal, budget.expiries()[ordinal]))
+    return budget, queue
+
+
 @settings(max_examples=300, deadline=None)
 @given(situations(), st.randoms(use_true_random=False))
 def test_blocking_groups_suffice_and_none_of_them_is_idle(situation, random):
     """Landing or dropping all of ``blocking`` makes the take succeed; leaving one of them out does not."""
-    batch, offsets, landed = situation
-
-    def build() -> tuple[StalenessBudget, ExperienceQueue]:
-        # Start versions 0..4 under a bound that leaves room for all of them, seen from step 4.
-        budget = StalenessBudget(batch, 4, 4, 1, 100)
-        queue = ExperienceQueue(budget, budget.capacity, 10**6)
-        for version in range(5):
-            for ordinal in [i for i, offset in enumerate(offsets) if offset == version]:
-                budget.admit(ordinal)
-            if version < 4:
-                budget.complete_update()
-                budget.set_live(version + 1)
-        for ordinal, is_ready in enumerate(landed):
-            if is_ready:
-                queue.put(ready(ordinal, budget.expiries()[ordinal]))
-        return budget, queue
-
-    _, queue = build()
+    batch = situation[0]
+    _, queue = build_situation(*situation)
     shortfall = queue.take()
     if not isinstance(shortfall, Shortfall):
         return
     blocking = shortfall.blocking
     assert bool(blocking) == (shortfall.ready >= batch)
     for omitted in (None, *blocking):
-        budget, queue = build()
+        budget, queue = build_situation(*situation)
         for ordinal in blocking:
             if ordinal == omitted:
                 continue
@@ -378,23 +378,8 @@ def test_blocking_groups_suffice_and_none_of_them_is_idle(situation, random):
 @given(situations(), st.integers(0, 20))
 def test_postponing_what_is_overdue_suffices_and_none_of_it_is_idle(situation, omitted):
     """After all of ``overdue`` is postponed a take succeeds; one group or one step less, and it fails."""
-    batch, offsets, landed = situation
-
-    def build() -> tuple[StalenessBudget, ExperienceQueue]:
-        budget = StalenessBudget(batch, 4, 4, 1, 100)
-        queue = ExperienceQueue(budget, budget.capacity, 10**6)
-        for version in range(5):
-            for ordinal in [i for i, offset in enumerate(offsets) if offset == version]:
-                budget.admit(ordinal)
-            if version < 4:
-                budget.complete_update()
-                budget.set_live(version + 1)
-        for ordinal, is_ready in enumerate(landed):
-            if is_ready:
-                queue.put(ready(ordinal, budget.expiries()[ordinal]))
-        return budget, queue
-
-    budget, queue = build()
+    batch = situation[0]
+    budget, queue = build_situation(*situation)
     shortfall = queue.take()
     if not isinstance(shortfall, Shortfall) or not shortfall.missing:
         return
@@ -408,7 +393,7 @@ def test_postponing_what_is_overdue_suffices_and_none_of_it_is_idle(situation, o
     left = [expiry for ordinal, expiry in budget.expiries().items() if ordinal not in gone]
     assert all(sum(e <= d for e in left) <= (d - 4) * batch for d in range(4, 16))
 
-    budget, queue = build()
+    budget, queue = build_situation(*situation)
     short = omitted % len(overdue)
     for i, (ordinal, expiry) in enumerate(overdue):
         less = expiry - (i == short)
