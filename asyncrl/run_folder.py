@@ -1,4 +1,4 @@
-"""A run's folder: config.yaml, metrics.jsonl, ledger.jsonl, rollouts/ and tb/, written off the loop.
+"""A run's folder: config.yaml, metrics.jsonl, ledger.jsonl, rollouts/ and trackers, written off the loop.
 
 Invariants:
 - Everything is written by one thread in the order in which it was handed over; the event loop never
@@ -20,6 +20,7 @@ from asyncrl.config_load import dump_config
 from asyncrl.errors import ConfigError
 from asyncrl.ledger import Retired
 from asyncrl.queues.codec import append_record
+from asyncrl.tracking import Tracker
 from asyncrl.types import Metrics, ReadyGroup
 
 
@@ -48,7 +49,7 @@ class RunFolder:
         *,
         resolve: Callable[[Sequence[Any]], list[bytes]],
         rollouts_every: int,
-        tensorboard: bool,
+        trackers: Sequence[Callable[[], Tracker]] = (),
     ) -> None:
         self.folder = folder
         self._resolve = resolve
@@ -56,10 +57,10 @@ class RunFolder:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="run folder")
         self._metrics: TextIO = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._ledger: TextIO = (folder / "ledger.jsonl").open("a", encoding="utf-8")
-        self._board: Any = None
+        self._trackers: list[Tracker] = []
         self._failure: BaseException | None = None
-        if tensorboard:
-            self._submit(self._open_board)
+        for open_tracker in trackers:
+            self._submit(lambda opens: self._trackers.append(opens()), open_tracker)
 
     def metrics(self, record: Metrics) -> None:
         """A line of metrics.jsonl, on disk once the thread got to it."""
@@ -83,8 +84,7 @@ class RunFolder:
         """Write out what is left. Raises the first failed write."""
         self._submit(self._ledger.close)
         self._submit(self._metrics.close)
-        if self._board is not None:
-            self._submit(self._board.close)
+        self._submit(self._close_trackers)
         self._thread.shutdown(wait=True)
         self.check()
 
@@ -99,16 +99,18 @@ class RunFolder:
         self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
         self._ledger.flush()
-        if self._board is not None:
-            step = int(record["step"])
-            for name, value in record.items():
-                if isinstance(value, float | int) and name not in ("step", "time"):
-                    self._board.add_scalar(name, value, step)
+        step = int(record["step"])
+        scalars = {
+            name: value
+            for name, value in record.items()
+            if isinstance(value, float | int) and name not in ("step", "time")
+        }
+        for tracker in self._trackers:
+            tracker.log(step, scalars)
 
-    def _open_board(self) -> None:
-        from asyncrl.tracking import ScalarBoard
-
-        self._board = ScalarBoard(self.folder / "tb")
+    def _close_trackers(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
 
     def _write_rollouts(self, step: int, payloads: Sequence[Any]) -> None:
         folder = self.folder / "rollouts"

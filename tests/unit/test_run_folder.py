@@ -1,0 +1,66 @@
+"""A run's folder and its trackers: the real packages write, and what they wrote is read back."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.config_load import parse_config
+from asyncrl.run_folder import RunFolder
+from asyncrl.tracking import open_tracker
+from asyncrl.types import Metrics
+
+from .controller_harness import BASE
+
+LINES: list[Metrics] = [
+    {"step": 0, "policy_version": 0, "time": 1.5},
+    {"step": 1, "policy_version": 1, "time": 2.5, "reward/mean": 0.25},
+    {"step": 2, "policy_version": 2, "time": 3.5, "reward/mean": 0.75, "model/checksum": "ab12"},  # type: ignore[dict-item]
+]
+
+
+def write(folder: Path, *trackers: str) -> None:
+    config: Config = parse_config(BASE, [f"log.trackers=[{','.join(trackers)}]"])
+    files = RunFolder(
+        folder,
+        resolve=list,
+        rollouts_every=0,
+        trackers=[partial(open_tracker, name, folder, config) for name in config.log.trackers],
+    )
+    for line in LINES:
+        files.metrics(line)
+    files.close()
+
+
+def test_every_line_is_in_metrics_jsonl_and_its_numbers_in_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(tmp_path, "tensorboard")
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == LINES
+    board = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert set(board.Tags()["scalars"]) == {"policy_version", "reward/mean"}
+    assert [(e.step, e.value) for e in board.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
+
+
+def test_wandb_keeps_the_numbers_on_this_machine_when_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    write(tmp_path, "wandb")
+    (record,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    stored = record.read_bytes()
+    assert b"reward/mean" in stored
+    assert b"0.75" in stored
+    assert b"ab12" not in stored, "the checksum is no number"
+
+
+def test_a_tracker_that_cannot_be_opened_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "tb").write_text("in the way")
+    with pytest.raises(FileExistsError):
+        write(tmp_path, "tensorboard")
