@@ -229,7 +229,9 @@ async def _run(parts: Parts) -> Summary:
     try:
         return await parts.controller.run()
     finally:
-        await asyncio.gather(parts.pool.close(), parts.learner.close(), return_exceptions=True)
+        # The learner last: generators listen to its store for what they are to receive.
+        for closing in (parts.pool.close(), parts.learner.close()):
+            await asyncio.gather(closing, return_exceptions=True)
 
 
 def root_cause(error: BaseException) -> BaseException:

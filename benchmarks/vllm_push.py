@@ -5,7 +5,7 @@ a table, a row a push, in milliseconds:
 
     receive   the bytes are on the wire while generation goes on, unpacking and checksum included
     wire      of that, waiting for bytes
-    unpack    of that, copying them into the staging area and summing them up
+    unpack    of that, their checksum
     build     generation goes on: vLLM's loaders stack, cut and repack them (on CPU, in a twin of the model)
     pause     generation stands still, from the order to pause to the end of the order to go on
     held      of that: from the end of vLLM's own pause call, which waits for the step that runs
@@ -62,6 +62,7 @@ class Options:
     dtype: str
     pushes: int
     requests: int
+    tokens: int
     bucket_mb: float
     cores: tuple[int, ...] | None
     sender_core: int | None
@@ -222,7 +223,7 @@ async def measure(options: Options, model: str) -> dict[str, Any]:
         spec: PushGroupSpec = await asyncio.to_thread(here.recv)
         await engine.join(replace(spec, rank=1))
         log.info("%d pushes with %d requests in flight", options.pushes, options.requests)
-        load = Load(engine, options.requests, 512)
+        load = Load(engine, options.requests, options.tokens)
         await asyncio.sleep(2.0)  # until all are in flight
         began, before = time.perf_counter(), engine.statistics().tokens
         rows = [await _push(engine, here, version) for version in range(1, options.pushes + 1)]
@@ -319,6 +320,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--pushes", type=int, default=20)
     parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128, help="length of each request's answer")
     parser.add_argument("--bucket-mb", type=float, default=256.0)
     parser.add_argument("--cores", type=int, nargs="*", help="cores to bind vLLM's workers to")
     parser.add_argument("--sender-core", type=int, help="core of the sending process")
@@ -329,6 +331,7 @@ def main() -> None:
         given.dtype,
         given.pushes,
         given.requests,
+        given.tokens,
         given.bucket_mb,
         tuple(given.cores) if given.cores else None,
         given.sender_core,

@@ -43,7 +43,8 @@ from asyncrl.generators.vllm_start import start_vllm, warm_up_requests
 from asyncrl.types import Completion, Float32Array, GenerationRequest
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 from asyncrl.weight_sync.broadcast import connect_store
-from asyncrl.weight_sync.staging import Outcome, await_joined, await_received
+from asyncrl.weight_sync.staging import Outcome, await_joined
+from asyncrl.weight_sync.staging import receive as receive_staged
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -349,9 +350,9 @@ class VLLMEngine:
         self._staged = None
         self._ticket += 1
         ticket = self._ticket
-        await self._with_engine(self._engine.collective_rpc("asyncrl_receive", args=(version, ticket)))
+        # By the group's store: vLLM hands its workers an order only between two steps.
         outcomes = await self._with_engine(
-            asyncio.to_thread(await_received, self._store, spec, version, ticket, self._ranks(spec))
+            asyncio.to_thread(receive_staged, self._store, spec, version, ticket, self._ranks(spec))
         )
         self._staged = _Staged(version, outcomes)
 

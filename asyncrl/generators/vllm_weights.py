@@ -76,14 +76,10 @@ class StagedWeightTransfer(WeightTransferEngine[JoinInfo, LoadInfo]):
         """Seconds of the last commit, in which the worker computed nothing."""
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        """Start to join the push group; the outcome goes through its store."""
+        """Start to join the push group, and then stand ready to receive: orders and outcomes go through
+        its store."""
         self._built = None
         self.receiver.join(spec_from_plain(init_info.spec, self.parallel_config.rank))
-
-    def receive(self, version: int, ticket: int) -> None:
-        """Start to receive and build a version in a thread; the outcome goes through the group's store."""
-        self._built = None
-        self.receiver.receive(version, ticket)
 
     def _build(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         self._built = None
@@ -119,10 +115,6 @@ class StagingWorker:
         def start_weight_update(self) -> None: ...
         def update_weights(self, update_info: dict[str, Any]) -> None: ...
         def finish_weight_update(self) -> None: ...
-
-    def asyncrl_receive(self, version: int, ticket: int) -> None:
-        """Start to receive; returns at once, and the outcome goes through the group's store."""
-        self._asyncrl_transfer().receive(version, ticket)
 
     def asyncrl_load(self, version: int) -> float:
         """A whole weight update with what was built; returns the seconds that it took.

@@ -7,7 +7,8 @@ Invariants:
 - One code path: the backend is a string, and tensors live where the backend needs them.
 - Each push starts with a header (magic, version, number of buckets), so that a receiver that is out
   of step fails with both versions named instead of filling its weights with the wrong bytes.
-- Sender and receiver each hold two buckets at most: one on the wire, one being packed or unpacked.
+- A sender holds two buckets at most: one on the wire, one being packed. So does a receiver that unpacks;
+  one with a ``Staging`` gives the whole of it to the wire at once.
 - All calls block and belong in a thread; each is bounded by the group's timeout.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ import torch.distributed
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec, plan_buckets
-from asyncrl.weight_sync.verify import ChecksumBuilder
+from asyncrl.weight_sync.verify import ChecksumBuilder, Method
 
 # The stores and process groups are public in the documentation, but not in the type stubs.
 dist: Any = torch.distributed
@@ -82,7 +84,9 @@ class PushGroup:
         self.spec = spec
         self.buckets = plan_buckets(spec.manifest, spec.bucket_bytes)
         self.wire_s = 0.0
-        """Seconds of the last ``receive`` that waited for bytes; the rest unpacked them."""
+        """Seconds of the last ``receive`` that waited for bytes; the rest unpacked and summed them up."""
+        # The bytes of nccl lie on a GPU.
+        self._checksum: Method = "sums" if spec.backend == "nccl" else "xxh3"
         with as_weight_sync_error(f"joining push group {spec.prefix!r} as rank {spec.rank}"):
             # Kept: the group uses the store as long as it lives.
             self._store = store if store is not None else connect_store(spec)
@@ -98,19 +102,21 @@ class PushGroup:
 
         Returns the checksum of what was sent and its bytes. Raises WeightSyncError.
         """
-        checksum, nbytes = ChecksumBuilder(), 0
+        checksum, nbytes = ChecksumBuilder(self._checksum), 0
         with as_weight_sync_error(f"sending version {version} in push group {self.spec.prefix!r}"):
             header = torch.tensor([_MAGIC, version, len(self.buckets)], device=self.device)
-            pending = [self._broadcast(header)]
+            pending = deque([self._broadcast(header)])
             for bucket in self.buckets:
+                # The bucket before the last one has left: its memory is free for this one.
+                while len(pending) > 1:
+                    pending.popleft().wait()
                 flat = gather(bucket).to(self.device)
-                # The bucket before this one was on the wire while this one was gathered.
-                _wait_all(pending)
-                pending = [self._broadcast(flat)]
+                pending.append(self._broadcast(flat))
                 for name, tensor in _split(flat, bucket):
                     checksum.add(name, tensor)
                 nbytes += flat.numel() * flat.element_size()
-            _wait_all(pending)
+            for work in pending:
+                work.wait()
         return checksum.hexdigest(), nbytes
 
     def receive(self, version: int, staging: Mapping[str, torch.Tensor] | Staging) -> str:
@@ -120,7 +126,7 @@ class PushGroup:
 
         Raises WeightSyncError when the group fails or the sender sends another version.
         """
-        checksum = ChecksumBuilder()
+        checksum = ChecksumBuilder(self._checksum)
         self.wire_s = 0.0
         with as_weight_sync_error(f"receiving version {version} in push group {self.spec.prefix!r}"):
             header = torch.zeros(3, dtype=torch.int64, device=self.device)
@@ -132,21 +138,12 @@ class PushGroup:
                     f"out of step: the sender announced version {found[1]} in {found[2]} buckets, "
                     f"expected version {version} in {len(self.buckets)} buckets"
                 )
-            flats: Sequence[torch.Tensor | None] = [None] * len(self.buckets)
-            if isinstance(staging, Staging):
-                flats = staging.flats
-            arriving = self._post(0, flats[0])
-            for i, bucket in enumerate(self.buckets):
-                flat, work = arriving
-                began = time.perf_counter()
-                work.wait()
-                self.wire_s += time.perf_counter() - began
-                if i + 1 < len(self.buckets):
-                    arriving = self._post(i + 1, flats[i + 1])
+            for bucket, flat in zip(self.buckets, self._arrivals(staging), strict=True):
                 for name, tensor in _split(flat, bucket):
                     if not isinstance(staging, Staging):
                         tensor = staging[name].copy_(tensor)
                     checksum.add(name, tensor)
+                del flat, tensor  # or there would be three buckets while the next but one is posted
         return checksum.hexdigest()
 
     def close(self) -> None:
@@ -155,10 +152,30 @@ class PushGroup:
             self._group.abort()
             self._group = None  # its sockets close with the last reference
 
-    def _post(self, index: int, flat: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-        if flat is None:
-            flat = _flat(self.buckets[index], self.device)
+    def _arrivals(self, staging: Mapping[str, torch.Tensor] | Staging) -> Iterator[torch.Tensor]:
+        """The buckets, each once it is there."""
+        if isinstance(staging, Staging):
+            # All posted at once: nothing of this process stands between two then, however busy its cores are.
+            for flat, work in [(flat, self._broadcast(flat)) for flat in staging.flats]:
+                self._wait(work)
+                yield flat
+            return
+        following = self._post(0)
+        for i in range(len(self.buckets)):
+            flat, work = following
+            self._wait(work)
+            if i + 1 < len(self.buckets):
+                following = self._post(i + 1)
+            yield flat
+
+    def _post(self, index: int) -> tuple[torch.Tensor, Any]:
+        flat = _flat(self.buckets[index], self.device)
         return flat, self._broadcast(flat)
+
+    def _wait(self, work: Any) -> None:
+        began = time.perf_counter()
+        work.wait()
+        self.wire_s += time.perf_counter() - began
 
     def _broadcast(self, tensor: torch.Tensor) -> Any:
         options = dist.BroadcastOptions()
@@ -195,11 +212,6 @@ def _own_address(peer: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         return str(probe.getsockname()[0])
-
-
-def _wait_all(works: list[Any]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _flat(bucket: Sequence[TensorSpec], device: torch.device) -> torch.Tensor:

@@ -1,13 +1,15 @@
-"""The receiving half of a push for an engine whose loop must never wait: a thread fills the staging.
+"""The receiving half of a push for an engine whose loop must never wait: a thread stands ready for it.
 
-A vLLM worker serves control calls between two steps of the model, so whatever waits inside one stops
-generation. Here every call returns at once; a thread joins or receives, and tells the outcome through
-the push group's own ``TCPStore``, where ``await_outcomes`` waits for it without asking again and again.
+A vLLM worker serves control calls between two steps of the model: what waits inside one stops generation,
+and what is asked for by one waits for the step that runs. So ``join`` is such a call and returns at once,
+and its thread takes all further orders, and tells the outcomes, through the push group's own ``TCPStore``:
+``receive`` reaches it in less than a millisecond, whatever the worker computes.
 
 Invariants:
 - What an earlier group still receives after a new ``join`` touches nothing that the new one uses.
 - ``use`` gets whole versions alone, one at a time: also where an earlier group's is still at it.
 - A failure is an outcome like any other: it reaches the waiter with its message.
+- A thread that was left for a newer one ends, at the latest with the push that it is in.
 """
 
 from __future__ import annotations
@@ -25,14 +27,26 @@ import torch
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.weight_sync.base import PushGroupSpec
-from asyncrl.weight_sync.broadcast import PushGroup, Staging, connect_store, make_staging
+from asyncrl.weight_sync.broadcast import (
+    PushGroup,
+    Staging,
+    as_weight_sync_error,
+    connect_store,
+    make_staging,
+)
 
 log = logging.getLogger(__name__)
 
 _JOINED = "joined"
 
+_LEAVE: dict[str, int] = {}
+"""The order after which a thread takes no other."""
+
 _GRACE_S = 2.0
 """How long a new ``join`` waits for an earlier group to end, as it does once its sender has left."""
+
+_PATIENCE = timedelta(days=7)
+"""How long a thread waits for an order. One that has gone fails the next push, which joins anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +59,9 @@ class Outcome:
     checksum: str = ""
     """Of the bytes that were staged."""
     receive_s: float = 0.0
-    """Seconds from the call to a full staging area."""
+    """Seconds from the order to a full staging area and its checksum."""
     wire_s: float = 0.0
-    """Of those, seconds that waited for bytes; the rest went into unpacking and the checksum."""
+    """Of those, seconds that waited for bytes; the rest went into the checksum."""
     build_s: float = 0.0
     """Seconds after those, in which they were made ready to be used."""
 
@@ -56,8 +70,8 @@ class StagingReceiver:
     """Joins push groups and receives versions into staging tensors, in a thread of its own.
 
     ``use`` is called in that thread with each version that has arrived and its tensors by name, which are
-    its until the next ``receive``. ``device`` is that of the process's model: with nccl, the staging area
-    is there too. ``close`` belongs to the thread that calls ``join`` and ``receive``.
+    its until the next version is received. ``device`` is that of the process's model: with nccl, the
+    staging area is there too. ``close`` belongs to the thread that calls ``join``.
     """
 
     def __init__(
@@ -66,86 +80,105 @@ class StagingReceiver:
         self._use = use
         self._using = threading.Lock()
         self._device = device or torch.device("cpu")
-        self._group: PushGroup | None = None
-        self._store: Any = None
-        self._thread: threading.Thread | None = None
+        self._member: _Member | None = None
         self._staging: Staging | None = None
 
     def join(self, spec: PushGroupSpec) -> None:
-        """Start to join the group of ``spec``, leaving an earlier one."""
-        left, busy = self._group, self._thread
-        self._group = None
-
-        def run(store: Any) -> Outcome:
-            if busy is not None:
-                busy.join(_GRACE_S)
-            # gloo cannot break off a broadcast that waits: a group whose sender is silent is left to its
-            # thread, until the push's timeout, with the staging area that it may still fill.
-            abandoned = busy is not None and busy.is_alive()
-            if left is not None and not abandoned:
-                left.close()
-            group = PushGroup(spec, store)
-            if self._thread is not threading.current_thread():
-                group.close()
-                raise WeightSyncError(f"push group {spec.prefix!r} was left for a newer one while it met")
-            if abandoned or self._staging is None or not _fits(self._staging, group):
-                self._staging = make_staging(group.buckets, group.device)
-            self._group, self._store = group, store
-            return Outcome(spec.rank)
-
-        self._start(spec, _JOINED, lambda: connect_store(spec), run)
-
-    def receive(self, version: int, ticket: int) -> None:
-        """Start to receive and use ``version``; each call in a group has another ``ticket``.
-
-        Raises WeightSyncError before ``join``.
-        """
-        group = self._group
-        if group is None:
-            raise WeightSyncError(f"asked to receive version {version} before joining a push group")
-        staging = self._staging
-        assert staging is not None, "a group comes with its staging area"
-        began = time.perf_counter()
-
-        def run(_: Any) -> Outcome:
-            checksum = group.receive(version, staging)
-            received = time.perf_counter()
-            with self._using:
-                if group is not self._group:
-                    raise WeightSyncError(f"version {version} arrived in a group that was left meanwhile")
-                self._use(version, staging.tensors)
-            built_s = time.perf_counter() - received
-            return Outcome(group.spec.rank, None, checksum, received - began, group.wire_s, built_s)
-
-        self._start(group.spec, _received(version, ticket), lambda: self._store, run)
+        """Start to join the group of ``spec``, leaving an earlier one; then stand ready to receive."""
+        before, self._member = self._member, _Member(spec)
+        member = self._member
+        # A daemon: a receiver whose sender is silent must not keep its process from ending.
+        member.thread = threading.Thread(
+            target=self._serve, args=(member, before), name=f"asyncrl-{spec.prefix}", daemon=True
+        )
+        member.thread.start()
 
     def close(self) -> None:
         """Leave the group; a thread that still receives is left to the push's timeout."""
-        busy = self._thread is not None and self._thread.is_alive()
-        if self._group is not None and not busy:
-            self._group.close()
-        self._group = None
+        member, self._member = self._member, None
+        if member is not None and not member.busy:
+            member.close()
 
-    def _start(
-        self, spec: PushGroupSpec, what: str, connect: Callable[[], Any], run: Callable[[Any], Outcome]
-    ) -> None:
-        def work() -> None:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # which device is current is a thread's own matter
-            try:
-                store = connect()
-            except Exception:  # without the store there is no way to tell: the waiter's deadline passes
-                log.exception("%s of push group %r: its store cannot be reached", what, spec.prefix)
-                return
-            try:
-                outcome = run(store)
-            except Exception as error:  # noqa: BLE001 whatever it was, the waiter must hear of it
-                outcome = Outcome(spec.rank, f"{type(error).__name__}: {error}")
-            store.set(_key(spec.prefix, what, spec.rank), json.dumps(asdict(outcome)))
+    # The rest runs in the member's thread.
 
-        # A daemon: a receiver whose sender is silent must not keep its process from ending.
-        self._thread = threading.Thread(target=work, name=f"asyncrl-{what}", daemon=True)
-        self._thread.start()
+    def _serve(self, member: _Member, before: _Member | None) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # which device is current is a thread's own matter
+        spec = member.spec
+        try:
+            store = connect_store(spec)
+        except Exception:  # without the store there is no way to tell: the waiter's deadline passes
+            log.exception("push group %r: its store cannot be reached", spec.prefix)
+            return
+        _tell(store, spec, _JOINED, lambda: self._enter(member, before, store))
+        store.set_timeout(_PATIENCE)
+        while member is self._member and member.group is not None:
+            try:
+                order = json.loads(store.queue_pop(_orders(spec.prefix, spec.rank)))
+            except RuntimeError as error:
+                if member is self._member:
+                    log.warning(
+                        "push group %r takes no more versions, its store is gone: %s", spec.prefix, error
+                    )
+                break
+            if order == _LEAVE:
+                break
+            member.busy = True
+            _tell(store, spec, _received(**order), lambda v=order["version"]: self._receive(member, v))
+            member.busy = False
+        member.close()
+
+    def _enter(self, member: _Member, before: _Member | None, store: Any) -> Outcome:
+        """Meet the group of ``member``, once the one before is left, or given up."""
+        # gloo cannot break off a broadcast that waits: a group whose sender is silent is left to its thread,
+        # until the push's timeout, with the staging area that it may still fill.
+        abandoned = before is not None and not before.leave(store)
+        group = PushGroup(member.spec, store)
+        if member is not self._member:
+            group.close()
+            raise WeightSyncError(f"push group {member.spec.prefix!r} was left for a newer one while it met")
+        if abandoned or self._staging is None or not _fits(self._staging, group):
+            self._staging = make_staging(group.buckets, group.device)
+        member.group, member.staging = group, self._staging
+        return Outcome(member.spec.rank)
+
+    def _receive(self, member: _Member, version: int) -> Outcome:
+        began = time.perf_counter()
+        group, staging = member.group, member.staging
+        if group is None or staging is None:
+            raise WeightSyncError(f"version {version} was to arrive in a group that was left meanwhile")
+        checksum = group.receive(version, staging)
+        received = time.perf_counter()
+        with self._using:
+            if member is not self._member:
+                raise WeightSyncError(f"version {version} arrived in a group that was left meanwhile")
+            self._use(version, staging.tensors)
+        built_s = time.perf_counter() - received
+        return Outcome(member.spec.rank, None, checksum, received - began, group.wire_s, built_s)
+
+
+class _Member:
+    """One membership: a group, its staging area, and the thread that takes its orders."""
+
+    def __init__(self, spec: PushGroupSpec) -> None:
+        self.spec = spec
+        self.thread: threading.Thread | None = None
+        self.group: PushGroup | None = None
+        self.staging: Staging | None = None
+        self.busy = False
+
+    def leave(self, store: Any) -> bool:
+        """Have the thread end; whether it did, within a moment. ``store`` is the one that it listens to."""
+        assert self.thread is not None, "join() started it"
+        if self.thread.is_alive():
+            store.queue_push(_orders(self.spec.prefix, self.spec.rank), json.dumps(_LEAVE))
+        self.thread.join(_GRACE_S)
+        return not self.thread.is_alive()
+
+    def close(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()
 
 
 def await_joined(store: Any, spec: PushGroupSpec, ranks: Sequence[int]) -> list[Outcome]:
@@ -153,15 +186,19 @@ def await_joined(store: Any, spec: PushGroupSpec, ranks: Sequence[int]) -> list[
     return _await(store, spec, _JOINED, ranks, f"joining push group {spec.prefix!r}")
 
 
-def await_received(
+def receive(
     store: Any, spec: PushGroupSpec, version: int, ticket: int, ranks: Sequence[int]
 ) -> list[Outcome]:
-    """Block until all ``ranks`` hold ``version`` in their staging areas. Raises WeightSyncError."""
-    return _await(store, spec, _received(version, ticket), ranks, f"receiving version {version}")
+    """Have ``ranks`` receive ``version``; block until all hold it, ready to be used.
 
-
-def _received(version: int, ticket: int) -> str:
-    return f"received-{ticket}-{version}"
+    Each call in a group has another ``ticket``. Raises WeightSyncError.
+    """
+    order = json.dumps({"version": version, "ticket": ticket})
+    doing = f"receiving version {version}"
+    with as_weight_sync_error(f"{doing}: the order did not reach workers {list(ranks)}"):
+        for rank in ranks:
+            store.queue_push(_orders(spec.prefix, rank), order)
+    return _await(store, spec, _received(version, ticket), ranks, doing)
 
 
 def _await(store: Any, spec: PushGroupSpec, what: str, ranks: Sequence[int], doing: str) -> list[Outcome]:
@@ -175,6 +212,22 @@ def _await(store: Any, spec: PushGroupSpec, what: str, ranks: Sequence[int], doi
     if broken:
         raise WeightSyncError(f"{doing} failed on {len(broken)} of {len(ranks)} workers: {'; '.join(broken)}")
     return outcomes
+
+
+def _tell(store: Any, spec: PushGroupSpec, what: str, act: Callable[[], Outcome]) -> None:
+    try:
+        outcome = act()
+    except Exception as error:  # noqa: BLE001 whatever it was, the waiter must hear of it
+        outcome = Outcome(spec.rank, f"{type(error).__name__}: {error}")
+    store.set(_key(spec.prefix, what, spec.rank), json.dumps(asdict(outcome)))
+
+
+def _received(version: int, ticket: int) -> str:
+    return f"received-{ticket}-{version}"
+
+
+def _orders(prefix: str, rank: int) -> str:
+    return f"orders/{prefix}/{rank}"
 
 
 def _key(prefix: str, what: str, rank: int) -> str:

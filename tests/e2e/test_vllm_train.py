@@ -31,13 +31,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_three_steps_with_overlap_evaluation_and_a_stop_string(folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    run = finish(folder, *VLLM, "run.steps=3", 'rollout.stop=["7"]', "log.rollouts_every=1", name="vllm")
+    run = finish(
+        folder,
+        *VLLM,
+        "run.steps=3",
+        'rollout.stop=["7"]',
+        "log.rollouts_every=1",
+        # The model's head is its embedding: weights that stayed behind anywhere would show at these steps.
+        "weight_sync.canary_every=1",
+        "learner.lr=0.01",
+        name="vllm",
+    )
     assert_sound(run, max_staleness=2, capacity=4)
     last = run.metrics[-1]
     assert last["policy_version"] == 3
     assert last["ledger/trained"] == 6
     assert all(line["timing_s/weight_sync"] > 0 for line in run.metrics[1:])
     assert all(line["perf/generator_busy"] > 0 for line in run.metrics[1:])
+    assert all(line["weight_sync/canary_diff_mean"] < 1e-4 for line in run.metrics[1:])
     assert "eval/reward_mean" in last
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "checkpoints" / "step_3" / "hf")
     texts, versions = [], set()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.weight_sync import staging
 from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec
 from asyncrl.weight_sync.broadcast import PushGroup, connect_store, create_store
-from asyncrl.weight_sync.staging import StagingReceiver, await_joined, await_received
+from asyncrl.weight_sync.staging import Outcome, StagingReceiver, await_joined, receive
 
 MANIFEST = (TensorSpec("a", (3, 4), "float32"), TensorSpec("b", (5,), "bfloat16"))
 TIMEOUT_S = 20.0
@@ -29,7 +28,7 @@ class Push:
     """A sender, two receivers, and a waiter with a connection of its own."""
 
     def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(4)
+        self.threads = ThreadPoolExecutor(8)
         self.store = create_store("127.0.0.1", TIMEOUT_S)
         self.used: list[dict[int, dict[str, torch.Tensor]]] = [{}, {}]
         """Of each receiver, the tensors that it had of each version."""
@@ -48,6 +47,12 @@ class Push:
         assert [outcome.rank for outcome in await_joined(self.waiter, spec, (1, 2))] == [1, 2]
         self.sender = joining.result()
         return spec
+
+    def receive(
+        self, spec: PushGroupSpec, version: int, ticket: int = 1, ranks: Sequence[int] = (1, 2)
+    ) -> Future[list[Outcome]]:
+        """Order it, and wait for the outcomes, in a thread with a connection of its own."""
+        return self.threads.submit(receive, connect_store(spec), spec, version, ticket, ranks)
 
     def send(self, version: int) -> str:
         assert self.sender is not None
@@ -70,17 +75,14 @@ def push() -> Iterator[Push]:
     made.threads.shutdown()
 
 
-def test_a_receive_returns_before_anything_was_sent_and_stages_what_was(push: Push) -> None:
+def test_receivers_stand_ready_for_one_version_after_the_other(push: Push) -> None:
     spec = push.join("one")
     for version, ticket in ((4, 1), (4, 2), (9, 3)):
-        began = time.perf_counter()
-        for receiver in push.receivers:
-            receiver.receive(version, ticket)
-        assert time.perf_counter() - began < 1.0
         for held in push.used:
             held.clear()
+        receiving = push.receive(spec, version, ticket)
         sent = push.send(version)
-        outcomes = await_received(push.waiter, spec, version, ticket, (1, 2))
+        outcomes = receiving.result(TIMEOUT_S)
         assert [outcome.checksum for outcome in outcomes] == [sent, sent]
         assert all(0 <= outcome.wire_s <= outcome.receive_s for outcome in outcomes)
         for held in push.used:
@@ -89,28 +91,35 @@ def test_a_receive_returns_before_anything_was_sent_and_stages_what_was(push: Pu
 
 def test_a_failure_reaches_the_waiter_with_its_rank_and_words(push: Push) -> None:
     spec = push.join("one")
-    push.receivers[0].receive(1, 1)
-    push.receivers[1].receive(2, 1)
+    right, wrong = push.receive(spec, 1, ranks=[1]), push.receive(spec, 2, ranks=[2])
     sending = push.threads.submit(push.send, 1)
     with pytest.raises(WeightSyncError, match=r"(?s)on 1 of 1 workers: worker 2: .*announced version 1"):
-        await_received(push.waiter, spec, 2, 1, (2,))
+        wrong.result(TIMEOUT_S)
     # The sender waits for the receiver that left, until somebody ends the group.
     push.receivers[1].close()
     assert push.sender is not None
     push.sender.close()
     assert isinstance(sending.exception(TIMEOUT_S), WeightSyncError)
-    assert push.used == [push.used[0], {}]
+    assert push.used[1] == {}
+    assert right.exception(TIMEOUT_S) is None or isinstance(right.exception(), WeightSyncError)
 
 
 def test_a_rebuilt_group_ends_what_the_old_one_waited_for(push: Push) -> None:
-    push.join("one")
-    for receiver in push.receivers:
-        receiver.receive(1, 1)  # and nobody sends
+    push.receive(push.join("one"), 1)  # and nobody sends
     spec = push.join("two")
-    for receiver in push.receivers:
-        receiver.receive(1, 1)
+    receiving = push.receive(spec, 1)
     sent = push.send(1)
-    assert {o.checksum for o in await_received(push.waiter, spec, 1, 1, (1, 2))} == {sent}
+    assert {outcome.checksum for outcome in receiving.result(TIMEOUT_S)} == {sent}
+
+
+def test_a_thread_that_is_left_ends(push: Push) -> None:
+    def listening() -> set[str]:
+        return {t.name for t in threading.enumerate() if t.name in ("asyncrl-one", "asyncrl-two")}
+
+    push.join("one")
+    assert listening() == {"asyncrl-one"}
+    push.join("two")
+    assert listening() == {"asyncrl-two"}
 
 
 def test_a_use_that_a_rebuild_finds_at_work_ends_before_the_next_begins(
@@ -127,19 +136,16 @@ def test_a_use_that_a_rebuild_finds_at_work_ends_before_the_next_begins(
         events.append(f"ends {version}")
 
     push.receivers[0] = StagingReceiver(use)
-    spec = push.join("one")
-    for receiver in push.receivers:
-        receiver.receive(1, 1)
+    push.receive(push.join("one"), 1)
     push.send(1)
     assert at_work.wait(TIMEOUT_S)
     spec = push.join("two")
-    for receiver in push.receivers:
-        receiver.receive(2, 1)
+    first, second = push.receive(spec, 2, ranks=[1]), push.receive(spec, 2, ranks=[2])
     push.send(2)
-    await_received(push.waiter, spec, 2, 1, (2,))
+    second.result(TIMEOUT_S)
     assert events == ["begins 1"]
     go_on.set()
-    await_received(push.waiter, spec, 2, 1, (1,))
+    first.result(TIMEOUT_S)
     assert events == ["begins 1", "ends 1", "begins 2", "ends 2"]
 
 
@@ -149,8 +155,3 @@ def test_a_silent_worker_is_an_error_with_its_rank(push: Push) -> None:
         WeightSyncError, match=r"joining push group 'nobody': workers \[1, 2\] gave no outcome"
     ):
         await_joined(push.waiter, spec, (1, 2))
-
-
-def test_receiving_comes_after_joining() -> None:
-    with pytest.raises(WeightSyncError, match="version 1 before joining"):
-        StagingReceiver(lambda *_: None).receive(1, 1)
