@@ -95,7 +95,7 @@ def gradients(at: Rank, splits: list[tuple[int, int]]) -> list[tuple[list[int], 
             full = {spec.name: deepspeed.utils.safe_get_full_grad(parameters[spec.name]) for spec in manifest}
             found.append(([len(rows) for rows in share.micro_batches], to_arrays(full)))
             # Takes the gradient away; a learning rate of 0 leaves the weights as they are.
-            rank._update(0.0)
+            rank._engine.update(0.0)
     return found
 
 
@@ -115,7 +115,7 @@ def algorithm_gradients(
                 rank.accumulate(share)
                 full = {s.name: deepspeed.utils.safe_get_full_grad(parameters[s.name]) for s in manifest}
                 of_algorithm.append((len(share.micro_batches), to_arrays(full)))
-                rank._update(0.0)
+                rank._engine.update(0.0)
             found.append(of_algorithm)
     return found
 
