@@ -47,9 +47,11 @@ from asyncrl.metrics import (
 )
 from asyncrl.queues.budget import StalenessBudget
 from asyncrl.queues.experience import ExperienceQueue, Shortfall
+from asyncrl.roles.annotator import Annotator
 from asyncrl.rollout import GroupRequest
 from asyncrl.snapshot import Salvage
 from asyncrl.types import (
+    Annotation,
     Batch,
     BatchItem,
     GroupMeta,
@@ -185,6 +187,7 @@ class Controller:
         evaluator: Evaluator,
         observer: Observer,
         *,
+        annotator: Annotator | None = None,
         checkpoints: Path | None = None,
         max_queue_bytes: int = 4 << 30,
     ) -> None:
@@ -205,6 +208,7 @@ class Controller:
         self._learner = learner
         self._publisher = publisher
         self._evaluator = evaluator
+        self._annotator = annotator or Annotator(())
         self._observer = observer
         self._checkpoints = checkpoints
         self._sampling = SamplingParams(
@@ -297,10 +301,11 @@ class Controller:
 
     async def _start_up(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """Start both sides at version 0; returns the tasks that keep generators at work from then on."""
-        self._observer.phase("starting generators and learner")
+        self._observer.phase("starting all actors")
         async with asyncio.TaskGroup() as starting:
             learner = starting.create_task(self._learner.start(), name="start learner")
             starting.create_task(self._pool.start(), name="start generators")
+            starting.create_task(self._annotator.start(), name="start roles")
         info = learner.result()
         log.info("learner has %s parameters in %d tensors", f"{info.parameters:,}", len(info.manifest))
         supervisor = group.create_task(self._pool.supervise(), name="supervise generators")
@@ -402,10 +407,6 @@ class Controller:
             running.attempt += 1
             if salvage is None:
                 start_version = self.budget.reissue(task.ordinal).start_version
-        self._land(task, meta, payload)
-
-    def _land(self, task: Task, meta: GroupMeta, payload: Any) -> None:
-        """A group came back: into the queue, or retired with the reason why not."""
         self._bias.add_finished(meta)
         verdict = self._unusable_because(meta)
         if verdict is not None:
@@ -414,9 +415,14 @@ class Controller:
             mean = sum(rewards) / len(rewards) if rewards else None
             self._retire_unusable(task, state, reason, mean)
             return
+        self._land(task, meta, payload, await self._annotator.annotate(meta, payload))
+
+    def _land(self, task: Task, meta: GroupMeta, payload: Any, annotations: tuple[Annotation, ...]) -> None:
+        """A group is back, and complete: into the queue."""
         del self._running[task.ordinal]
         self.ledger.mark_ready(task.ordinal)
-        self.queue.put(ReadyGroup(meta, payload, self.budget.expiries()[task.ordinal]))
+        expiry = self.budget.expiries()[task.ordinal]
+        self.queue.put(ReadyGroup(meta, payload, expiry, annotations))
         self._made_progress(f"group {task.uid} landed")
         if self.queue.full:
             log.warning(
@@ -533,6 +539,7 @@ class Controller:
         self._times.wait_for_batch += self._now() - start
         if not taken:
             return None
+        self._annotator.waited(taken, start, self._now())
         for ready in taken:
             self.ledger.start_training(ready.meta.ordinal)
         return sorted(taken, key=lambda ready: sort_key(ready.meta))
@@ -558,6 +565,7 @@ class Controller:
         """Retire postponed groups that landed too late for any of their tokens."""
         for ordinal in self.queue.all_masked():
             meta = self.queue.remove(ordinal).meta
+            self._annotator.forget(ordinal)
             mean = sum(meta.rewards) / len(meta.rewards)
             self.ledger.retire(ordinal, "dropped", "all_masked", step=self._step, lag=None, reward_mean=mean)
             self.budget.retire(ordinal)
@@ -570,7 +578,7 @@ class Controller:
         return [replace(group, meta=unmasked(version, bound, group.meta)) for group in groups]
 
     async def _update(self, version: int, groups: Sequence[ReadyGroup]) -> StepResult:
-        items = tuple(BatchItem(g.meta, g.payload, self._advantages(g.meta)) for g in groups)
+        items = tuple(BatchItem(g.meta, g.payload, self._advantages(g.meta), g.annotations) for g in groups)
         start = self._now()
         timeout_s = self.config.learner.step_timeout_s
         result = await within(
@@ -763,6 +771,7 @@ class Controller:
             "generator/continued_tokens": float(self._pool.continued_tokens),
             **self._bias.metrics(),
             **self._publisher.take_metrics(),
+            **self._annotator.take_metrics(),
         }
         self._times = PhaseTimes()
         self._last = _Line(record, evaluation)

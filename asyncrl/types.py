@@ -216,6 +216,29 @@ class GroupMeta:
 
 
 @dataclass(frozen=True, slots=True)
+class AnnotationMeta:
+    """Scalars of what one role computed about a group: what the controller sees."""
+
+    role: str
+    checksum: int
+    """CRC-32 of the encoded payload."""
+    nbytes: int
+    """Size of the encoded payload."""
+    seconds: float
+    """What the role's process worked on it."""
+    scalars: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """By name, one number a trajectory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """What one role computed about a group. ``payload`` is a Ray object reference, or bytes in tests."""
+
+    meta: AnnotationMeta
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
 class ReadyGroup:
     """A finished group in the queue. ``payload`` is a Ray object reference, or bytes in tests."""
 
@@ -223,6 +246,13 @@ class ReadyGroup:
     payload: Any
     expiry: int
     """The last step that it may be left to: start version + max_staleness, unless it was postponed."""
+    annotations: tuple[Annotation, ...] = ()
+    """One of each role that the run has."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all that it refers to."""
+        return self.meta.nbytes + sum(annotation.meta.nbytes for annotation in self.annotations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +262,7 @@ class BatchItem:
     meta: GroupMeta
     payload: Any
     advantages: tuple[float, ...]
+    annotations: tuple[Annotation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,10 @@ class TrainSample:
     """(T,) in place of ``advantage``, where advantages differ from token to token."""
     proximal: Float32Array | None = None
     """(T,) log p, where the policy has moved on since the step's start; 0 outside the loss mask."""
+    reference: Float32Array | None = None
+    """(T,) log-probs of the reference policy, where the run has one; 0 outside the loss mask."""
+    values: Float32Array | None = None
+    """(T,) values of the critic, where the run has one; 0 outside the loss mask."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,10 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl.config import Config
 from asyncrl.errors import LearnerError, StalenessError
-from asyncrl.learners.base import LearnerInfo, PushReport, RankStep, StepResult, TrainSample
+from asyncrl.learners.base import LearnerInfo, PushReport, RankStep, StepResult
 from asyncrl.learners.packing import RankPlan, plan_step
+from asyncrl.learners.samples import SentGroup, sent_groups, train_samples
 from asyncrl.placement import actor_options, pin_process
-from asyncrl.queues.codec import checksum, decode_group
 from asyncrl.types import Batch, Float32Array, group_lag
 from asyncrl.weight_sync.base import PushGroupSpec, plan_buckets
 
@@ -79,22 +79,10 @@ class LearnerActor:
         self._store = create_store(self._host, self._config.weight_sync.timeout_s)
         return LearnerInfo(info.manifest, info.parameters, (self._host, self._store.port))
 
-    def step(
-        self, version: int, plan: RankPlan, advantages: list[tuple[float, ...]], *payloads: bytes
-    ) -> StepResult:
-        samples: list[TrainSample] = []
-        for expected, weights, payload in zip(plan.checksums, advantages, payloads, strict=True):
-            found = checksum(payload)
-            if found != expected:
-                raise LearnerError(f"a group arrived with checksum {found:#x}, expected {expected:#x}")
-            group = decode_group(payload)
-            samples += [
-                TrainSample(group.ordinal, trajectory, advantage)
-                for trajectory, advantage in zip(group.trajectories, weights, strict=True)
-            ]
+    def step(self, version: int, plan: RankPlan, groups: Sequence[SentGroup], *payloads: bytes) -> StepResult:
         share = RankStep(
             version,
-            tuple(samples),
+            train_samples(plan.checksums, groups, payloads),
             plan.micro_batches,
             plan.loss_tokens,
             plan.sequences,
@@ -180,10 +168,9 @@ class RayLearner:
         calls = []
         for rank, (actor, plan) in enumerate(zip(self._ranks, plans, strict=True)):
             items = [batch.items[i] for i in plan.items]
-            advantages = [item.advantages for item in items]
+            groups, payloads = sent_groups(items)
             # As arguments of their own, so that Ray resolves them in the rank's process.
-            payloads = [item.payload for item in items]
-            calls.append(self._call(actor.step.remote(batch.version, plan, advantages, *payloads), rank))
+            calls.append(self._call(actor.step.remote(batch.version, plan, groups, *payloads), rank))
         results = await asyncio.gather(*calls)
         result: StepResult = results[0]
         return result
