@@ -72,16 +72,17 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
 
 def require_cores(config: Config) -> None:
     """Raise PlacementError if a core that is to be pinned to is not there for this process."""
+    wanted = [
+        ("generators.cpu_cores", config.generators.cpu_cores),
+        ("learner.cpu_cores", config.learner.cpu_cores),
+        *([("critic.cpu_cores", config.critic.cpu_cores)] if config.has_critic else []),
+    ]
     if not hasattr(os, "sched_getaffinity"):
-        asked = [s for s in (config.generators, config.learner) if s.cpu_cores is not None]
-        if asked:
+        if any(cores is not None for _, cores in wanted):
             raise PlacementError("cpu_cores: this system cannot pin processes to cores; set it to null")
         return
     here = os.sched_getaffinity(0)
-    for name, cores in (
-        ("generators.cpu_cores", config.generators.cpu_cores),
-        ("learner.cpu_cores", config.learner.cpu_cores),
-    ):
+    for name, cores in wanted:
         missing = sorted(set(cores or ()) - here)
         if missing:
             raise PlacementError(

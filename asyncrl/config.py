@@ -247,10 +247,13 @@ class AlgorithmSection(Section):
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "rloo", "reinforce_plus_plus"] = "grpo"
     """Named set of defaults for this section; what is set beside it wins."""
     advantage: str = "grpo"
-    """grpo, dr_grpo, rloo, opo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, or a
-    function of your own: ``package.module:function`` or ``file.py:function``."""
+    """grpo, dr_grpo, rloo, opo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (with
+    a ``critic``), or a function of your own: ``package.module:function`` or ``file.py:function``."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Discount a token of the reward at the answer's end, under reinforce_plus_plus."""
+    """Discount a token of the reward at the answer's end, under reinforce_plus_plus and gae."""
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """gae: how far an advantage looks beyond the critic's next value. 1: to the answer's end, so that the
+    critic is a baseline and no more; smaller: less variance, and the critic's bias."""
     loss: str = "ppo_clip"
     """ppo_clip, gspo, cispo, gmpo, sapo, aipo, topr, dppo, m2po, or a function of your own."""
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
@@ -442,6 +445,46 @@ class LearnerSection(Section):
     """Seconds that one update may take."""
 
 
+class CriticSection(Section):
+    """The value model of ``advantage: gae``, on an engine and in processes of its own."""
+
+    path: str | None = None
+    """Hugging Face folder or hub name whose transformer it starts from; null: the policy's start model."""
+    ranks: PositiveInt = 1
+    """Processes, a device each."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
+    """What the ranks share out, as in ``learner``. With 3, all ranks value each group together."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda, then cpu."""
+    threads: PositiveInt = 1
+    """Torch threads of one rank on CPU."""
+    cpu_cores: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
+    """Cores to pin the ranks to, dealt out in turn; null: unpinned."""
+    micro_batch_tokens: PositiveInt = 4096
+    """Tokens in one forward pass, padding included."""
+    lr: PositiveFloat = 1e-5
+    """Learning rate of AdamW."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps at the start of a run that train the critic alone. They count as steps of the run and as policy
+    versions, though the policy keeps its weights."""
+    value_clip: PositiveFloat = 0.2
+    """A value's loss ignores moves beyond this from the value that the token was given as it landed."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of AdamW."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of AdamW's second moment."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this L2 norm."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: slower, less memory."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds that the ranks may take to load the model and find each other."""
+    step_timeout_s: PositiveFloat = 1800.0
+    """Seconds that the values of one group, or one update, may take."""
+
+
 class WeightSyncSection(Section):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl between GPUs, gloo otherwise."""
@@ -504,6 +547,8 @@ class Config(Section):
     """The engines that sample."""
     learner: LearnerSection = LearnerSection()
     """The ranks that update."""
+    critic: CriticSection = CriticSection()
+    """What values states, where the advantage needs it."""
     weight_sync: WeightSyncSection = WeightSyncSection()
     """How weights travel from the learner to the generators."""
     placement: PlacementSection = PlacementSection()
@@ -515,6 +560,11 @@ class Config(Section):
     def _check(self) -> Self:
         _refuse(contradictions(self))
         return self
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the run has a critic."""
+        return self.algorithm.advantage == "gae"
 
     @property
     def max_sequence_tokens(self) -> int:

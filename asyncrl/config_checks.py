@@ -92,6 +92,7 @@ def contradictions(config: Config) -> list[str]:
         *_devices(config),
         *_engine(config),
         *_canary(config),
+        *_critic(config),
         *_other(config),
     ]
 
@@ -250,6 +251,32 @@ def _canary(config: Config) -> list[str]:
         f"rollout.max_new_tokens = {config.max_sequence_tokens}; expected at least 3 tokens to compare "
         "log-probs on, or canary_every 0"
     ]
+
+
+def _critic(config: Config) -> list[str]:
+    if not config.has_critic:
+        return []
+    problems = []
+    critic, prompt, answer = config.critic, config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    if config.max_sequence_tokens > critic.micro_batch_tokens:
+        problems.append(
+            f"critic.micro_batch_tokens: found {critic.micro_batch_tokens}, which cannot hold the longest "
+            f"sequence; expected at least data.max_prompt_tokens + rollout.max_new_tokens = {prompt} + "
+            f"{answer} = {config.max_sequence_tokens}: raise it, or shorten prompts or answers"
+        )
+    needed = critic.ranks * config.algorithm.mini_batches
+    if config.rollout.groups_per_step < needed:
+        problems.append(
+            f"rollout.groups_per_step: found {config.rollout.groups_per_step}; expected at least "
+            f"critic.ranks * algorithm.mini_batches = {critic.ranks} * {config.algorithm.mini_batches} = "
+            f"{needed}, because whole groups go to each rank"
+        )
+    if critic.warmup_steps >= config.run.steps:
+        problems.append(
+            f"critic.warmup_steps: found {critic.warmup_steps} with run.steps {config.run.steps}; expected "
+            "fewer, because the policy is not trained in these"
+        )
+    return problems
 
 
 def _other(config: Config) -> list[str]:

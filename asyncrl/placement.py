@@ -33,6 +33,8 @@ class Placement:
     """GPUs of each learner rank."""
     host: str
     """Address that process groups meet on."""
+    critic_gpus: int = 0
+    """GPUs of each critic rank."""
 
     @property
     def push_backend(self) -> str:
@@ -71,15 +73,22 @@ def open_session(config: Config) -> Placement:
         generator_gpus=int(_wants_gpu(config.generators.device, gpus)) * config.generators.workers,
         learner_gpus=int(_wants_gpu(config.learner.device, gpus)),
         host=host,
+        critic_gpus=int(config.has_critic and _wants_gpu(config.critic.device, gpus)),
     )
     needed = (
-        placement.generator_gpus * config.generators.replicas + placement.learner_gpus * config.learner.ranks
+        placement.generator_gpus * config.generators.replicas
+        + placement.learner_gpus * config.learner.ranks
+        + placement.critic_gpus * config.critic.ranks
     )
     if needed > gpus:
+        sides = f"{config.generators.replicas} generator replicas and {config.learner.ranks} learner ranks"
+        keys, devices = "generators.replicas or learner.ranks", "generators.device or learner.device"
+        if config.has_critic:
+            sides = f"{config.generators.replicas} generator replicas, {config.learner.ranks} learner ranks "
+            sides += f"and {config.critic.ranks} critic ranks"
+            keys, devices = f"{keys} or critic.ranks", f"{devices} or critic.device"
         raise PlacementError(
-            f"{config.generators.replicas} generator replicas and {config.learner.ranks} learner ranks need "
-            f"{needed} GPUs, the cluster has {gpus}; lower generators.replicas or learner.ranks, or set "
-            f"generators.device or learner.device to cpu"
+            f"{sides} need {needed} GPUs, the cluster has {gpus}; lower {keys}, or set {devices} to cpu"
         )
     return placement
 

@@ -32,6 +32,7 @@ from asyncrl.evaluation import Evaluator
 from asyncrl.generators.pool import GeneratorPool
 from asyncrl.learners.base import Learner
 from asyncrl.ledger import Retired
+from asyncrl.roles.annotator import Annotator
 from asyncrl.run_folder import RunFolder, claim
 from asyncrl.types import Metrics, ReadyGroup, Task
 from asyncrl.weight_sync.canary import DEFAULT_TOLERANCE, Canary, canary_tokens
@@ -40,6 +41,7 @@ from asyncrl.weight_sync.publish import WeightPublisher
 if TYPE_CHECKING:
     from asyncrl.data import Prompts
     from asyncrl.placement import Placement
+    from asyncrl.roles.base import Role
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class Parts:
     controller: Controller
     pool: GeneratorPool
     learner: Learner
+    annotator: Annotator
     display: Display
     files: RunFolder
 
@@ -121,12 +124,16 @@ def resolve_model(config: Config, console: Console) -> str:
     """The folder or hub name of the model; a small one is made on first use."""
     path = config.model.path
     if path is not None:
-        # Actors have a working folder of their own.
-        return str(Path(path).resolve()) if Path(path).exists() else path
+        return _place(path)
     from asyncrl.models import ensure_model, show_progress
 
     with show_progress(console) as progress:
         return str(ensure_model(config, progress).resolve())
+
+
+def _place(path: str) -> str:
+    """A folder by its whole path, because actors have a working folder of their own; or a hub's name."""
+    return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def build(
@@ -139,10 +146,9 @@ def build(
 ) -> Parts:
     """Create the actors and the controller over them; nothing runs yet."""
     from asyncrl.generators.actor import RayReplica
-    from asyncrl.learners.group import RayLearner
     from asyncrl.placement import deal_cores, fetch_payloads
 
-    generators, learner_config = config.generators, config.learner
+    generators = config.generators
     display = make_display(config, console)
     files = RunFolder(
         folder,
@@ -163,13 +169,8 @@ def build(
         health_every_s=generators.health_every_s,
         health_timeout_s=generators.health_timeout_s,
     )
-    learner = RayLearner(
-        config,
-        model_path,
-        host=placement.host,
-        cores=deal_cores(learner_config.cpu_cores, learner_config.ranks),
-        gpus=placement.learner_gpus,
-    )
+    learner, roles = build_learner(config, model_path, placement)
+    annotator = Annotator(roles)
     sync = config.weight_sync
     publisher = WeightPublisher(
         learner,
@@ -189,9 +190,40 @@ def build(
         publisher,
         Evaluator(pool, prompts.eval, config),
         RunObserver(files, display),
+        annotator=annotator,
         checkpoints=folder / "checkpoints",
     )
-    return Parts(controller, pool, learner, display, files)
+    return Parts(controller, pool, learner, annotator, display, files)
+
+
+def build_learner(config: Config, model_path: str, placement: Placement) -> tuple[Learner, list[Role]]:
+    """The learner, and the critic, if there is one, as a role; the learner's updates are its own too."""
+    from asyncrl.learners.actor_critic import ActorCritic
+    from asyncrl.learners.critic_group import RayCritic
+    from asyncrl.learners.group import RayLearner
+    from asyncrl.placement import deal_cores
+
+    settings, critic_settings = config.learner, config.critic
+    policy = RayLearner(
+        config,
+        model_path,
+        host=placement.host,
+        cores=deal_cores(settings.cpu_cores, settings.ranks),
+        gpus=placement.learner_gpus,
+    )
+    if not config.has_critic:
+        return policy, []
+    critic = RayCritic(
+        config,
+        model_path if critic_settings.path is None else _place(critic_settings.path),
+        host=placement.host,
+        cores=deal_cores(critic_settings.cpu_cores, critic_settings.ranks),
+        gpus=placement.critic_gpus,
+    )
+    learner = ActorCritic(
+        policy, critic, warmup_steps=critic_settings.warmup_steps, max_bad_steps=settings.max_bad_steps
+    )
+    return learner, [critic]
 
 
 def make_canary(config: Config, tasks: Iterable[Task]) -> Canary | None:
@@ -227,7 +259,8 @@ async def _run(parts: Parts) -> Summary:
     try:
         return await parts.controller.run()
     finally:
-        await asyncio.gather(parts.pool.close(), parts.learner.close(), return_exceptions=True)
+        ends = (parts.pool.close(), parts.learner.close(), parts.annotator.close())
+        await asyncio.gather(*ends, return_exceptions=True)
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -42,6 +43,8 @@ class TrainSample:
     """(T,) log-probs of the reference policy, where the run has one; 0 outside the loss mask."""
     values: Float32Array | None = None
     """(T,) values of the critic, where the run has one; 0 outside the loss mask."""
+    token_rewards: Float32Array | None = None
+    """(T,) rewards of single tokens, beside that of the whole answer; for advantages that know time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,11 @@ class StepResult:
     skipped: bool
     metrics: Metrics
     train_s: float = 0.0
+
+
+def finite(metrics: Metrics) -> Metrics:
+    """Metrics without those that are not finite: a file of JSON has no way to write them."""
+    return {name: value for name, value in metrics.items() if isfinite(value)}
 
 
 @dataclass(frozen=True, slots=True)

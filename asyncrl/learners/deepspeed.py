@@ -18,7 +18,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,16 +31,15 @@ from asyncrl.algorithms.logprobs import token_logprobs
 from asyncrl.algorithms.names import is_path
 from asyncrl.algorithms.registry import user_advantage
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
-from asyncrl.errors import StalenessError
 from asyncrl.learners.advantages import batch_wide, from_user
-from asyncrl.learners.base import LearnerInfo, MiniBatch, RankStep, StepResult, TrainSample
+from asyncrl.learners.base import LearnerInfo, MiniBatch, RankStep, StepResult, TrainSample, finite
 from asyncrl.learners.collate import collate
 from asyncrl.learners.engine import TrainingEngine
-from asyncrl.learners.masking import mask_stale
+from asyncrl.learners.masking import check_staleness, mask_stale
 from asyncrl.learners.objective import Objective, Tally
 from asyncrl.learners.policy import load_policy, manifest_of, selected_logits
 from asyncrl.learners.schedule import learning_rate
-from asyncrl.types import Float32Array, Metrics, token_lag
+from asyncrl.types import Float32Array
 from asyncrl.weight_sync.base import Manifest, TensorSpec
 from asyncrl.weight_sync.verify import state_checksum
 
@@ -101,7 +99,8 @@ class DeepSpeedLearner:
         self, algorithm: AlgorithmSection, temperature: float, max_staleness: int, folder: Path
     ) -> None:
         self._objective = Objective(algorithm, temperature, max_staleness, folder)
-        self._advantage, self._gamma = algorithm.advantage, algorithm.gamma
+        self._advantage = algorithm.advantage
+        self._gamma, self._lambda = algorithm.gamma, algorithm.gae_lambda
         self._epochs = algorithm.epochs
         self._user_advantage: GroupAdvantage | None = None
         if is_path(algorithm.advantage):
@@ -127,7 +126,7 @@ class DeepSpeedLearner:
         start = time.perf_counter()
         if self._mask_stale:
             share = mask_stale(share, self._max_staleness)
-        self._check_staleness(share)
+        check_staleness(share, self._max_staleness)
         lr = learning_rate(
             share.version,
             peak=self._settings.lr,
@@ -155,7 +154,7 @@ class DeepSpeedLearner:
             "actor/updates": float(len(norms) - skipped),
         }
         if skipped:
-            metrics = _finite(metrics)
+            metrics = finite(metrics)
             log.warning(
                 "update %d of %d in the step of version %d was skipped, not finite: %s",
                 len(norms),
@@ -189,7 +188,9 @@ class DeepSpeedLearner:
         """The samples with what the learner has to add to their advantages; collective."""
         if self._user_advantage is not None:
             return from_user(samples, self._user_advantage)
-        return batch_wide(samples, self._advantage, self._gamma, self._engine.all_sum, self._device)
+        return batch_wide(
+            samples, self._advantage, self._gamma, self._engine.all_sum, self._device, lam=self._lambda
+        )
 
     @torch.no_grad()
     def _with_proximal(self, samples: tuple[TrainSample, ...], share: RankStep) -> tuple[TrainSample, ...]:
@@ -266,20 +267,3 @@ class DeepSpeedLearner:
     def close(self) -> None:
         """Leave the process group. Safe to call twice."""
         self._engine.close()
-
-    def _check_staleness(self, share: RankStep) -> None:
-        for sample in share.samples:
-            trajectory = sample.trajectory
-            for version in set(trajectory.versions[trajectory.loss_mask].tolist()):
-                lag = token_lag(share.version, version)
-                if not 0 <= lag <= self._max_staleness:
-                    raise StalenessError(
-                        f"sample {trajectory.sample} of ordinal {sample.ordinal} has a trained token of "
-                        f"version {version}, lag {lag} in the update of version {share.version}, expected "
-                        f"0 to schedule.max_staleness = {self._max_staleness}"
-                    )
-
-
-def _finite(metrics: Metrics) -> Metrics:
-    """Metrics without those that are not finite: a file of JSON has no way to write them."""
-    return {name: value for name, value in metrics.items() if isfinite(value)}

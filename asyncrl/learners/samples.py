@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.errors import LearnerError
-from asyncrl.learners.base import TrainSample
+from asyncrl.learners.base import RankStep, TrainSample
+from asyncrl.learners.packing import RankPlan
 from asyncrl.queues.annotations import decode_annotation
 from asyncrl.queues.codec import checksum, decode_group
 from asyncrl.types import AnnotationMeta, BatchItem
@@ -37,6 +38,20 @@ def sent_groups(items: Sequence[BatchItem]) -> tuple[list[SentGroup], list[Any]]
     for item in items:
         payloads += [item.payload, *(annotation.payload for annotation in item.annotations)]
     return groups, payloads
+
+
+def rank_step(
+    version: int, plan: RankPlan, groups: Sequence[SentGroup], payloads: Sequence[bytes]
+) -> RankStep:
+    """What one rank is to do of the update of ``version``; raises as ``train_samples`` does."""
+    return RankStep(
+        version,
+        train_samples(plan.checksums, groups, payloads),
+        plan.micro_batches,
+        plan.loss_tokens,
+        plan.sequences,
+        plan.mini_batches,
+    )
 
 
 def train_samples(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -93,3 +94,26 @@ def shares(
         )
         for plan in plan_step(batch, ranks, micro_batch_tokens, mini_batches)
     ]
+
+
+def with_values(share: RankStep) -> RankStep:
+    """The share as a run with a critic has it: a sample's values depend on the sample alone."""
+    samples = []
+    for sample in share.samples:
+        rng = np.random.default_rng([sample.ordinal, sample.trajectory.sample])
+        values = rng.standard_normal(len(sample.trajectory.token_ids)).astype(np.float32)
+        samples.append(replace(sample, values=np.where(sample.trajectory.loss_mask, values, np.nan)))
+    return replace(share, samples=tuple(samples))
+
+
+def gae_by_definition(sample: TrainSample, gamma: float, lam: float) -> np.ndarray:
+    """sum over k of (gamma lam)^k delta(t + k) for each trained token t alone, in float64: (trained,)."""
+    assert sample.values is not None
+    values = sample.values[sample.trajectory.loss_mask].astype(np.float64)
+    following = np.append(values[1:], 0.0)
+    rewards = np.zeros(len(values))
+    rewards[-1:] = sample.advantage
+    deltas = rewards + gamma * following - values
+    return np.array(
+        [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
+    )
