@@ -30,8 +30,10 @@ from asyncrl.display import Display, lag, make_display
 from asyncrl.errors import UsageError
 from asyncrl.evaluation import Evaluator
 from asyncrl.generators.pool import GeneratorPool
+from asyncrl.hub import model_place
 from asyncrl.learners.base import Learner
 from asyncrl.ledger import Retired
+from asyncrl.roles.annotator import Annotator
 from asyncrl.run_folder import RunFolder, claim
 from asyncrl.types import Metrics, ReadyGroup, Task
 from asyncrl.weight_sync.canary import DEFAULT_TOLERANCE, Canary, canary_tokens
@@ -80,6 +82,7 @@ class Parts:
     controller: Controller
     pool: GeneratorPool
     learner: Learner
+    annotator: Annotator
     display: Display
     files: RunFolder
 
@@ -121,8 +124,7 @@ def resolve_model(config: Config, console: Console) -> str:
     """The folder or hub name of the model; a small one is made on first use."""
     path = config.model.path
     if path is not None:
-        # Actors have a working folder of their own.
-        return str(Path(path).resolve()) if Path(path).exists() else path
+        return model_place(path)
     from asyncrl.models import ensure_model, show_progress
 
     with show_progress(console) as progress:
@@ -141,6 +143,7 @@ def build(
     from asyncrl.generators.actor import RayReplica
     from asyncrl.learners.group import RayLearner
     from asyncrl.placement import deal_cores, fetch_payloads
+    from asyncrl.roles.build import build_roles
 
     generators, learner_config = config.generators, config.learner
     display = make_display(config, console)
@@ -181,6 +184,7 @@ def build(
         kv=config.schedule.kv_after_swap,
         canary=make_canary(config, prompts.train.iterate()),
     )
+    annotator = Annotator(build_roles(config, model_path, placement))
     controller = Controller(
         config,
         prompts.train,
@@ -189,9 +193,10 @@ def build(
         publisher,
         Evaluator(pool, prompts.eval, config),
         RunObserver(files, display),
+        annotator=annotator,
         checkpoints=folder / "checkpoints",
     )
-    return Parts(controller, pool, learner, display, files)
+    return Parts(controller, pool, learner, annotator, display, files)
 
 
 def make_canary(config: Config, tasks: Iterable[Task]) -> Canary | None:
@@ -227,7 +232,8 @@ async def _run(parts: Parts) -> Summary:
     try:
         return await parts.controller.run()
     finally:
-        await asyncio.gather(parts.pool.close(), parts.learner.close(), return_exceptions=True)
+        ends = (parts.pool.close(), parts.learner.close(), parts.annotator.close())
+        await asyncio.gather(*ends, return_exceptions=True)
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -34,15 +34,26 @@ def from_user(samples: Sequence[TrainSample], function: GroupAdvantage) -> tuple
 
 
 def batch_wide(
-    samples: Sequence[TrainSample], name: str, gamma: float, all_sum: AllSum, device: torch.device
+    samples: Sequence[TrainSample],
+    name: str,
+    gamma: float,
+    all_sum: AllSum,
+    device: torch.device,
+    kl_coef: float = 0.0,
 ) -> tuple[TrainSample, ...]:
-    """The samples with advantages by token where ``name`` asks for them; then a collective call."""
+    """The samples with advantages by token where ``name`` asks for them; then a collective call.
+
+    ``kl_coef`` times ``TrainSample.kl`` comes off the reward of each token, where samples have one.
+    """
     if name not in WHITENED:
         return tuple(samples)
     rows, width = max(len(samples), 1), max((len(s.trajectory.token_ids) for s in samples), default=1)
     mask = np.zeros((rows, max(width, 1)), np.bool_)
     scalars = np.zeros((rows, 1), np.float64)
+    penalties = np.zeros(mask.shape, np.float64)
     for row, sample in enumerate(samples):
+        if sample.kl is not None:
+            penalties[row, : len(sample.kl)] = kl_coef * sample.kl
         mask[row, : len(sample.trajectory.token_ids)] = sample.trajectory.loss_mask
         scalars[row] = sample.advantage
     advantages = token_advantages(
@@ -51,6 +62,7 @@ def batch_wide(
         torch.from_numpy(mask).to(device),
         gamma,
         all_sum,
+        torch.from_numpy(penalties).to(device),
     )
     by_token = advantages.to("cpu", torch.float32).numpy()  # (B, T)
     return tuple(

@@ -40,6 +40,8 @@ class TrainSample:
     """(T,) log p, where the policy has moved on since the step's start; 0 outside the loss mask."""
     reference: Float32Array | None = None
     """(T,) log-probs of the reference policy, where the run has one; 0 outside the loss mask."""
+    kl: Float32Array | None = None
+    """(T,) KL to the reference that comes off the reward of each token; 0 outside the loss mask."""
     values: Float32Array | None = None
     """(T,) values of the critic, where the run has one; 0 outside the loss mask."""
 
@@ -70,6 +72,8 @@ class RankStep:
     """Trajectories in the whole step, over all ranks."""
     mini_batches: tuple[MiniBatch, ...] = ()
     """The same micro-batches in several optimizer updates, one after the other; () for a single one."""
+    kl_coef: float = 0.0
+    """Factor of the KL to the reference, in loss or reward."""
 
     @property
     def whole(self) -> MiniBatch:

@@ -79,7 +79,9 @@ class LearnerActor:
         self._store = create_store(self._host, self._config.weight_sync.timeout_s)
         return LearnerInfo(info.manifest, info.parameters, (self._host, self._store.port))
 
-    def step(self, version: int, plan: RankPlan, groups: Sequence[SentGroup], *payloads: bytes) -> StepResult:
+    def step(
+        self, version: int, kl_coef: float, plan: RankPlan, groups: Sequence[SentGroup], *payloads: bytes
+    ) -> StepResult:
         share = RankStep(
             version,
             train_samples(plan.checksums, groups, payloads),
@@ -87,6 +89,7 @@ class LearnerActor:
             plan.loss_tokens,
             plan.sequences,
             plan.mini_batches,
+            kl_coef,
         )
         result: StepResult = self._learner.step(share)
         return result
@@ -170,7 +173,8 @@ class RayLearner:
             items = [batch.items[i] for i in plan.items]
             groups, payloads = sent_groups(items)
             # As arguments of their own, so that Ray resolves them in the rank's process.
-            calls.append(self._call(actor.step.remote(batch.version, plan, groups, *payloads), rank))
+            ref = actor.step.remote(batch.version, batch.kl_coef, plan, groups, *payloads)
+            calls.append(self._call(ref, rank))
         results = await asyncio.gather(*calls)
         result: StepResult = results[0]
         return result

@@ -18,7 +18,7 @@ from asyncrl.queues.annotations import decode_annotation
 from asyncrl.queues.codec import checksum, decode_group
 from asyncrl.types import AnnotationMeta, BatchItem
 
-ANNOTATED = frozenset({"reference", "values"})
+ANNOTATED = frozenset({"kl", "reference", "values"})
 """Fields of a ``TrainSample`` that roles fill, under the names of their arrays."""
 
 
