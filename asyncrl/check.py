@@ -72,17 +72,18 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
 
 def require_cores(config: Config) -> None:
     """Raise PlacementError if a core that is to be pinned to is not there for this process."""
-    wanted = [
-        ("generators.cpu_cores", config.generators.cpu_cores),
-        ("learner.cpu_cores", config.learner.cpu_cores),
-        *([("critic.cpu_cores", config.critic.cpu_cores)] if config.has_critic else []),
-    ]
     if not hasattr(os, "sched_getaffinity"):
-        if any(cores is not None for _, cores in wanted):
+        sections = (config.generators, config.learner, *config.roles.values())
+        asked = [s for s in sections if s.cpu_cores is not None]
+        if asked:
             raise PlacementError("cpu_cores: this system cannot pin processes to cores; set it to null")
         return
     here = os.sched_getaffinity(0)
-    for name, cores in wanted:
+    for name, cores in (
+        ("generators.cpu_cores", config.generators.cpu_cores),
+        ("learner.cpu_cores", config.learner.cpu_cores),
+        *((f"{name}.cpu_cores", role.cpu_cores) for name, role in config.roles.items()),
+    ):
         missing = sorted(set(cores or ()) - here)
         if missing:
             raise PlacementError(
@@ -128,7 +129,8 @@ def require_algorithm(config: Config, folder: Path) -> None:
 
     if is_path(algorithm.advantage):
         user_advantage(algorithm.advantage, folder)((0.0, 1.0), (1, 2))
-    policy_loss(algorithm.loss, folder)
+    if is_path(algorithm.loss):
+        policy_loss(algorithm.loss, folder)
 
 
 class _Model:

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from asyncrl.alarms import LogprobAlarm
 from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.algorithms.pairs import pair_signs
 from asyncrl.algorithms.shaping import RewardShaping
 from asyncrl.config import Config
 from asyncrl.errors import (
@@ -48,6 +49,7 @@ from asyncrl.metrics import (
 from asyncrl.queues.budget import StalenessBudget
 from asyncrl.queues.experience import ExperienceQueue, Shortfall
 from asyncrl.roles.annotator import Annotator
+from asyncrl.roles.kl_control import KLControl
 from asyncrl.rollout import GroupRequest
 from asyncrl.snapshot import Salvage
 from asyncrl.types import (
@@ -225,6 +227,7 @@ class Controller:
             overlong_buffer=config.overlong_buffer,
             overlong_penalty=config.algorithm.overlong_penalty,
         )
+        self._kl = KLControl(config.algorithm)
         self._changed = Signal()
         self._weights_turn = asyncio.Lock()
         self._running: dict[int, _Running] = {}
@@ -447,7 +450,10 @@ class Controller:
         return None
 
     def _without_signal(self, meta: GroupMeta) -> bool:
-        """Whether all rewards of a group are the same, as its advantages see them."""
+        """Whether all rewards of a group are the same, shaped but for a penalty for the KL.
+
+        That differs from answer to answer even where the task tells none from another.
+        """
         return len(set(self._shaped_rewards(meta))) == 1
 
     def _shaped_rewards(self, meta: GroupMeta) -> tuple[float, ...]:
@@ -511,6 +517,7 @@ class Controller:
                 self._retire_idle(idle)
             evaluation = await self._publish_if_due(group)
             record.update(result.metrics)
+            record.update(self._kl.end_step(groups, result))
             step_start = await self._end_step(record, metas, step_start, evaluation)
 
     async def _take(self) -> list[ReadyGroup] | None:
@@ -578,21 +585,26 @@ class Controller:
         return [replace(group, meta=unmasked(version, bound, group.meta)) for group in groups]
 
     async def _update(self, version: int, groups: Sequence[ReadyGroup]) -> StepResult:
-        items = tuple(BatchItem(g.meta, g.payload, self._advantages(g.meta), g.annotations) for g in groups)
+        items = tuple(BatchItem(g.meta, g.payload, self._advantages(g), g.annotations) for g in groups)
         start = self._now()
         timeout_s = self.config.learner.step_timeout_s
         result = await within(
             timeout_s,
             f"update {version} -> {version + 1} on {len(items)} groups",
             "learner.step_timeout_s",
-            self._learner.step(Batch(version, items)),
+            self._learner.step(Batch(version, items, self._kl.coefficient)),
         )
         self._times.train += self._now() - start
         return result
 
-    def _advantages(self, meta: GroupMeta) -> tuple[float, ...]:
+    def _advantages(self, group: ReadyGroup) -> tuple[float, ...]:
+        """One number an answer: its advantage, or its part in the group's pair."""
+        algorithm, meta = self.config.algorithm, group.meta
         lengths = [answer.loss_tokens for answer in meta.trajectories]
-        return group_advantages(self.config.algorithm.advantage, self._shaped_rewards(meta), lengths)
+        rewards = self._shaped_rewards(meta)
+        if algorithm.learns_from_pairs:
+            return pair_signs(rewards, lengths)
+        return group_advantages(algorithm.advantage, self._kl.penalised(rewards, group), lengths)
 
     def _retire_idle(self, groups: Sequence[ReadyGroup]) -> None:
         """Groups that a step did without, because their rewards are all the same."""

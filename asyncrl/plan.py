@@ -174,17 +174,9 @@ def placement_rows(config: Config) -> list[tuple[str, str]]:
                 f"{_cores(cores, learner.threads)}",
             )
         )
-    if config.has_critic:
-        critic = config.critic
-        for i, cores in enumerate(deal_cores(critic.cpu_cores, critic.ranks)):
-            start = "the start model" if critic.path is None else critic.path
-            rows.append(
-                (
-                    f"critic {i}",
-                    f"{start} under a value head, {learner.backend} ZeRO-{critic.zero_stage} on "
-                    f"{critic.device}, {_cores(cores, critic.threads)}; {critic.warmup_steps} steps alone",
-                )
-            )
+    for name, role in config.roles.items():
+        for i, cores in enumerate(deal_cores(role.cpu_cores, role.actors[1])):
+            rows.append((f"{name} {i}", f"on {role.device}, {_cores(cores, role.threads)}"))
     return rows
 
 

@@ -30,6 +30,7 @@ from asyncrl.display import Display, lag, make_display
 from asyncrl.errors import UsageError
 from asyncrl.evaluation import Evaluator
 from asyncrl.generators.pool import GeneratorPool
+from asyncrl.hub import model_place
 from asyncrl.learners.base import Learner
 from asyncrl.ledger import Retired
 from asyncrl.roles.annotator import Annotator
@@ -124,16 +125,11 @@ def resolve_model(config: Config, console: Console) -> str:
     """The folder or hub name of the model; a small one is made on first use."""
     path = config.model.path
     if path is not None:
-        return _place(path)
+        return model_place(path)
     from asyncrl.models import ensure_model, show_progress
 
     with show_progress(console) as progress:
         return str(ensure_model(config, progress).resolve())
-
-
-def _place(path: str) -> str:
-    """A folder by its whole path, because actors have a working folder of their own; or a hub's name."""
-    return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def build(
@@ -147,6 +143,7 @@ def build(
     """Create the actors and the controller over them; nothing runs yet."""
     from asyncrl.generators.actor import RayReplica
     from asyncrl.placement import deal_cores, fetch_payloads
+    from asyncrl.roles.build import build_roles
 
     generators = config.generators
     display = make_display(config, console)
@@ -169,8 +166,7 @@ def build(
         health_every_s=generators.health_every_s,
         health_timeout_s=generators.health_timeout_s,
     )
-    learner, roles = build_learner(config, model_path, placement)
-    annotator = Annotator(roles)
+    learner, critics = build_learner(config, model_path, placement)
     sync = config.weight_sync
     publisher = WeightPublisher(
         learner,
@@ -182,6 +178,7 @@ def build(
         kv=config.schedule.kv_after_swap,
         canary=make_canary(config, prompts.train.iterate()),
     )
+    annotator = Annotator([*build_roles(config, model_path, placement), *critics])
     controller = Controller(
         config,
         prompts.train,
@@ -215,10 +212,10 @@ def build_learner(config: Config, model_path: str, placement: Placement) -> tupl
         return policy, []
     critic = RayCritic(
         config,
-        model_path if critic_settings.path is None else _place(critic_settings.path),
+        model_path if critic_settings.path is None else model_place(critic_settings.path),
         host=placement.host,
         cores=deal_cores(critic_settings.cpu_cores, critic_settings.ranks),
-        gpus=placement.critic_gpus,
+        gpus=placement.role_gpus["critic"],
     )
     learner = ActorCritic(
         policy, critic, warmup_steps=critic_settings.warmup_steps, max_bad_steps=settings.max_bad_steps

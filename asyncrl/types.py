@@ -272,6 +272,8 @@ class Batch:
     version: int
     """v: the policy version before the update; every lag is measured from it."""
     items: tuple[BatchItem, ...]
+    kl_coef: float = 0.0
+    """Factor of the KL to the reference in this update."""
 
 
 def token_lag(version: int, token_version: int) -> int:

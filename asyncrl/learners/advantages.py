@@ -51,8 +51,10 @@ class Estimates:
     mask: Tensor  # bool
 
 
-def gae_estimates(samples: Sequence[TrainSample], gamma: float, lam: float) -> Estimates:
-    """GAE of the samples' rewards (their ``advantage``, and ``token_rewards``) and values.
+def gae_estimates(
+    samples: Sequence[TrainSample], gamma: float, lam: float, kl_coef: float = 0.0
+) -> Estimates:
+    """GAE of the samples' rewards (their ``advantage``, less ``kl_coef`` times ``kl`` a token) and values.
 
     Raises InvariantError for a sample without values.
     """
@@ -64,7 +66,7 @@ def gae_estimates(samples: Sequence[TrainSample], gamma: float, lam: float) -> E
             )
     mask = padded_mask(samples)
     rewards = outcome_rewards(answer_scalars(samples), mask)
-    rewards = rewards + _padded(samples, mask, lambda sample: sample.token_rewards)
+    rewards = rewards - kl_coef * _padded(samples, mask, lambda sample: sample.kl)
     values = _padded(samples, mask, lambda sample: sample.values)
     advantages, returns = gae(rewards, values, mask, gamma, lam)
     return Estimates(advantages, returns, torch.where(mask, values, 0.0), mask)
@@ -78,16 +80,23 @@ def batch_wide(
     device: torch.device,
     *,
     lam: float = 1.0,
+    kl_coef: float = 0.0,
 ) -> tuple[TrainSample, ...]:
-    """The samples with advantages by token where ``name`` asks for them; then a collective call."""
+    """The samples with advantages by token where ``name`` asks for them; then a collective call.
+
+    ``kl_coef`` times ``TrainSample.kl`` comes off the reward of each token, where samples have one.
+    """
     if name not in WHITENED:
         return tuple(samples)
     if name == "gae":
-        estimates = gae_estimates(samples, gamma, lam)
+        estimates = gae_estimates(samples, gamma, lam, kl_coef)
         advantages = whiten(estimates.advantages.to(device), estimates.mask.to(device), all_sum)
     else:
         scalars, mask = answer_scalars(samples), padded_mask(samples)
-        advantages = token_advantages(name, scalars.to(device), mask.to(device), gamma, all_sum)
+        penalties = kl_coef * _padded(samples, mask, lambda sample: sample.kl)
+        advantages = token_advantages(
+            name, scalars.to(device), mask.to(device), gamma, all_sum, penalties.to(device)
+        )
     by_token = advantages.to("cpu", torch.float32).numpy()  # (B, T)
     return tuple(
         replace(sample, token_advantages=by_token[row, : len(sample.trajectory.token_ids)])

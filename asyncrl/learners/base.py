@@ -41,10 +41,10 @@ class TrainSample:
     """(T,) log p, where the policy has moved on since the step's start; 0 outside the loss mask."""
     reference: Float32Array | None = None
     """(T,) log-probs of the reference policy, where the run has one; 0 outside the loss mask."""
+    kl: Float32Array | None = None
+    """(T,) KL to the reference that comes off the reward of each token; 0 outside the loss mask."""
     values: Float32Array | None = None
     """(T,) values of the critic, where the run has one; 0 outside the loss mask."""
-    token_rewards: Float32Array | None = None
-    """(T,) rewards of single tokens, beside that of the whole answer; for advantages that know time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,8 @@ class RankStep:
     """Trajectories in the whole step, over all ranks."""
     mini_batches: tuple[MiniBatch, ...] = ()
     """The same micro-batches in several optimizer updates, one after the other; () for a single one."""
+    kl_coef: float = 0.0
+    """Factor of the KL to the reference, in loss or reward."""
 
     @property
     def whole(self) -> MiniBatch:

@@ -126,7 +126,7 @@ class DeepSpeedCritic:
             share = mask_stale(share, self._max_staleness)
         check_staleness(share, self._max_staleness)
         engine, lr = self._engine, self._settings.lr
-        estimates = gae_estimates(share.samples, self._gamma, self._lambda)
+        estimates = gae_estimates(share.samples, self._gamma, self._lambda, share.kl_coef)
         explained = explained_variance(
             *(part.to(engine.device) for part in (estimates.values, estimates.returns, estimates.mask)),
             engine.all_sum,
@@ -164,7 +164,7 @@ class DeepSpeedCritic:
 
     def accumulate(self, share: RankStep) -> None:
         """Forward and backward over all micro-batches: leaves the step's gradient; collective."""
-        estimates = gae_estimates(share.samples, self._gamma, self._lambda)
+        estimates = gae_estimates(share.samples, self._gamma, self._lambda, share.kl_coef)
         self._accumulate(share.samples, estimates, share.whole, share.version)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -54,8 +54,10 @@ class CriticActor:
     def annotate(self, payload: bytes, expected: int) -> tuple[AnnotationMeta, bytes]:
         return annotated("critic", self._critic, payload, expected)
 
-    def step(self, version: int, plan: RankPlan, groups: Sequence[SentGroup], *payloads: bytes) -> StepResult:
-        result: StepResult = self._critic.step(rank_step(version, plan, groups, payloads))
+    def step(
+        self, version: int, kl_coef: float, plan: RankPlan, groups: Sequence[SentGroup], *payloads: bytes
+    ) -> StepResult:
+        result: StepResult = self._critic.step(rank_step(version, kl_coef, plan, groups, payloads))
         return result
 
     def close(self) -> None:
@@ -138,7 +140,7 @@ class RayCritic:
         for plan in plans:
             groups, payloads = sent_groups([batch.items[i] for i in plan.items])
             # As arguments of their own, so that Ray resolves them in the rank's process.
-            arguments.append((batch.version, plan, groups, *payloads))
+            arguments.append((batch.version, batch.kl_coef, plan, groups, *payloads))
         results: list[StepResult] = await self._ranks.each("step", arguments)
         return results[0]
 

@@ -38,6 +38,7 @@ from asyncrl.learners.engine import TrainingEngine
 from asyncrl.learners.masking import check_staleness, mask_stale
 from asyncrl.learners.objective import Objective, Tally
 from asyncrl.learners.policy import load_policy, manifest_of, selected_logits
+from asyncrl.learners.preferences import Preferences
 from asyncrl.learners.schedule import learning_rate
 from asyncrl.types import Float32Array
 from asyncrl.weight_sync.base import Manifest, TensorSpec
@@ -99,6 +100,7 @@ class DeepSpeedLearner:
         self, algorithm: AlgorithmSection, temperature: float, max_staleness: int, folder: Path
     ) -> None:
         self._objective = Objective(algorithm, temperature, max_staleness, folder)
+        self._preferences = Preferences(algorithm) if algorithm.learns_from_pairs else None
         self._advantage = algorithm.advantage
         self._gamma, self._lambda = algorithm.gamma, algorithm.gae_lambda
         self._epochs = algorithm.epochs
@@ -134,19 +136,20 @@ class DeepSpeedLearner:
             warmup_steps=self._settings.warmup_steps,
             total_steps=self._total_steps,
         )
-        samples = self._with_advantages(share.samples)
+        samples = self._with_advantages(share)
         updates = (share.mini_batches or (share.whole,)) * self._epochs
         if len(updates) > 1:
             samples = self._with_proximal(samples, share)
         tally, norms, skipped = Tally(self._device), [], False
         for update in updates:
-            self._accumulate(samples, update, share.version, tally)
+            self._accumulate(samples, update, share, tally)
             grad_norm, skipped = self._engine.update(lr)
             norms.append(grad_norm)
             if skipped:
                 break
         metrics = tally.metrics(self._engine.all_sum, self._engine.all_max)
-        metrics["actor/pg_loss"] /= len(norms)
+        for loss in metrics.keys() & {"actor/pg_loss", "actor/kl_loss"}:
+            metrics[loss] /= len(norms)
         metrics |= {
             "actor/grad_norm": fmean(norms),
             "actor/nonfinite_grads": float(skipped),
@@ -167,30 +170,65 @@ class DeepSpeedLearner:
     def accumulate(self, share: RankStep) -> Tally:
         """Forward and backward over all micro-batches: leaves the step's gradient; collective."""
         tally = Tally(self._device)
-        self._accumulate(self._with_advantages(share.samples), share.whole, share.version, tally)
+        self._accumulate(self._with_advantages(share), share.whole, share, tally)
         return tally
 
     def _accumulate(
-        self, samples: Sequence[TrainSample], update: MiniBatch, version: int, tally: Tally
+        self, samples: Sequence[TrainSample], update: MiniBatch, share: RankStep, tally: Tally
     ) -> None:
         """The gradient of one optimizer update; collective."""
+        version = share.version
         counts = StepCounts(update.loss_tokens, update.sequences, self._length_norm)
+        if self._preferences is not None:
+            samples, pairs = self._with_pair_weights(self._preferences, samples, update, version, tally)
+            counts = replace(counts, sequences=pairs)
         limit = self._limit(samples, update, version) if self._objective.needs_preview else None
         last = len(update.micro_batches) - 1
         for i, rows in enumerate(update.micro_batches):
             batch = collate([samples[row] for row in rows], version, self._device)
             self._engine.accumulate(last=i == last)
             logits = selected_logits(self._engine, batch.input_ids, batch.positions)
-            loss = self._objective(logits, batch, counts, tally, limit)
+            loss = self._objective(logits, batch, counts, tally, limit, share.kl_coef)
             self._engine.backward(loss)
 
-    def _with_advantages(self, samples: tuple[TrainSample, ...]) -> tuple[TrainSample, ...]:
+    def _with_advantages(self, share: RankStep) -> tuple[TrainSample, ...]:
         """The samples with what the learner has to add to their advantages; collective."""
+        if self._preferences is not None:
+            return share.samples
         if self._user_advantage is not None:
-            return from_user(samples, self._user_advantage)
+            return from_user(share.samples, self._user_advantage)
         return batch_wide(
-            samples, self._advantage, self._gamma, self._engine.all_sum, self._device, lam=self._lambda
+            share.samples,
+            self._advantage,
+            self._gamma,
+            self._engine.all_sum,
+            self._device,
+            lam=self._lambda,
+            kl_coef=share.kl_coef,
         )
+
+    @torch.no_grad()
+    def _with_pair_weights(
+        self,
+        preferences: Preferences,
+        samples: Sequence[TrainSample],
+        update: MiniBatch,
+        version: int,
+        tally: Tally,
+    ) -> tuple[Sequence[TrainSample], int]:
+        """The samples with their weights as answers of pairs, and the pairs of all ranks; collective."""
+        log_ratios = [torch.zeros(0, dtype=torch.float64, device=self._device)]
+        for rows in update.micro_batches:
+            batch = collate([samples[row] for row in rows], version, self._device)
+            logits = selected_logits(self._engine, batch.input_ids, batch.positions)
+            of_rows = preferences.log_ratios(self._objective.logprobs(logits, batch), batch)
+            log_ratios.append(of_rows[: len(rows)])
+        members = [row for rows in update.micro_batches for row in rows]
+        samples, sums = preferences.weigh(samples, members, torch.cat(log_ratios))
+        tally.add(**sums)
+        pairs = sums["pairs"].clone()
+        self._engine.all_sum(pairs)
+        return samples, int(pairs)
 
     @torch.no_grad()
     def _with_proximal(self, samples: tuple[TrainSample, ...], share: RankStep) -> tuple[TrainSample, ...]:

@@ -76,8 +76,10 @@ class LearnerActor:
         self._store = create_store(self._host, self._config.weight_sync.timeout_s)
         return LearnerInfo(info.manifest, info.parameters, (self._host, self._store.port))
 
-    def step(self, version: int, plan: RankPlan, groups: Sequence[SentGroup], *payloads: bytes) -> StepResult:
-        result: StepResult = self._learner.step(rank_step(version, plan, groups, payloads))
+    def step(
+        self, version: int, kl_coef: float, plan: RankPlan, groups: Sequence[SentGroup], *payloads: bytes
+    ) -> StepResult:
+        result: StepResult = self._learner.step(rank_step(version, kl_coef, plan, groups, payloads))
         return result
 
     def open_push_group(self, spec: PushGroupSpec) -> None:
@@ -153,7 +155,7 @@ class RayLearner:
         for plan in plans:
             groups, payloads = sent_groups([batch.items[i] for i in plan.items])
             # As arguments of their own, so that Ray resolves them in the rank's process.
-            arguments.append((batch.version, plan, groups, *payloads))
+            arguments.append((batch.version, batch.kl_coef, plan, groups, *payloads))
         results: list[StepResult] = await self._ranks.each("step", arguments)
         return results[0]
 

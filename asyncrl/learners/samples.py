@@ -19,7 +19,7 @@ from asyncrl.queues.annotations import decode_annotation
 from asyncrl.queues.codec import checksum, decode_group
 from asyncrl.types import AnnotationMeta, BatchItem
 
-ANNOTATED = frozenset({"reference", "values"})
+ANNOTATED = frozenset({"kl", "reference", "values"})
 """Fields of a ``TrainSample`` that roles fill, under the names of their arrays."""
 
 
@@ -41,7 +41,7 @@ def sent_groups(items: Sequence[BatchItem]) -> tuple[list[SentGroup], list[Any]]
 
 
 def rank_step(
-    version: int, plan: RankPlan, groups: Sequence[SentGroup], payloads: Sequence[bytes]
+    version: int, kl_coef: float, plan: RankPlan, groups: Sequence[SentGroup], payloads: Sequence[bytes]
 ) -> RankStep:
     """What one rank is to do of the update of ``version``; raises as ``train_samples`` does."""
     return RankStep(
@@ -51,6 +51,7 @@ def rank_step(
         plan.loss_tokens,
         plan.sequences,
         plan.mini_batches,
+        kl_coef,
     )
 
 

@@ -124,7 +124,7 @@ def test_other_bytes_or_unknown_arrays_are_not_trained_on() -> None:
     group = record_batch(2, groups=1)[0]
     other = encode_annotation(group.ordinal, {"velues": columns(group)})
     meta = replace(sent.annotations[0], checksum=checksum(other))
-    with pytest.raises(LearnerError, match=r"holds \['velues'\], expected \['reference', 'values'\]"):
+    with pytest.raises(LearnerError, match=r"holds \['velues'\], expected \['kl', 'reference', 'values'\]"):
         train_samples([item.meta.checksum], [SentGroup(sent.advantages, (meta,))], [payload, other])
 
 

@@ -54,11 +54,10 @@ def test_a_tool_token_inside_an_answer_takes_no_time_and_its_value_reaches_nothi
     assert found.values.tolist() == [[1.0, 2.0, 0.0, 3.0]]
 
 
-def test_rewards_of_tokens_add_to_that_of_the_answer() -> None:
-    penalties = np.array([-1.0, NAN, -3.0], np.float32)
-    mask = [True, False, True]
-    found = gae_estimates([answer(4.0, [0.0, 0.0, 0.0], mask, token_rewards=penalties)], 1.0, 1.0)
-    assert found.returns.tolist() == [[0.0, 0.0, 1.0]]
+def test_the_kl_comes_off_the_reward_of_each_token() -> None:
+    kl = np.array([1.0, NAN, 3.0], np.float32)
+    found = gae_estimates([answer(4.0, [0.0, 0.0, 0.0], [True, False, True], kl=kl)], 1.0, 1.0, 0.5)
+    assert found.returns.tolist() == [[2.0, 0.0, 2.5]]
 
 
 def test_nothing_is_expected_after_an_answer_that_was_cut_off() -> None:
@@ -254,7 +253,6 @@ def test_a_critic_is_there_where_the_advantage_needs_it() -> None:
     assert config.has_critic
     rows = dict(placement_rows(config))
     assert "core 1" in rows["critic 1"]
-    assert "the start model under a value head" in rows["critic 0"]
     assert not any("critic" in name for name, _ in placement_rows(parse_config(VALUES, alone[2:])))
 
 
