@@ -29,7 +29,7 @@ from asyncrl.learners.base import RankStep, TrainSample
 from asyncrl.learners.deepspeed import DeepSpeedLearner
 from asyncrl.weight_sync.base import Manifest, plan_buckets
 from asyncrl.weight_sync.verify import state_checksum
-from tests.unit.recorded_batches import MAX_AGE, record_batch, shares, with_reference
+from tests.unit.recorded_batches import MAX_AGE, record_batch, shares, with_reference, with_values
 
 DEADLINE_S = 300
 SCORED = tuple((5 * i + i * i) % 23 for i in range(30))
@@ -112,6 +112,7 @@ def algorithm_gradients(
             of_algorithm = []
             for micro_batch_tokens in splits:
                 share = share_of(at, 2, 4, micro_batch_tokens, algorithm.advantage)
+                share = with_values(share) if algorithm.advantage == "gae" else share
                 rank.accumulate(share)
                 full = {s.name: deepspeed.utils.safe_get_full_grad(parameters[s.name]) for s in manifest}
                 of_algorithm.append((len(share.micro_batches), to_arrays(full)))
