@@ -46,8 +46,8 @@ from asyncrl.learners.base import LearnerInfo, MiniBatch, RankStep, StepResult, 
 from asyncrl.learners.collate import collate
 from asyncrl.learners.masking import mask_stale
 from asyncrl.learners.objective import Objective, Tally
-from asyncrl.learners.preferences import Preferences
 from asyncrl.learners.policy import load_policy, manifest_of, selected_logits
+from asyncrl.learners.preferences import Preferences
 from asyncrl.learners.schedule import learning_rate
 from asyncrl.types import Float32Array, Metrics, token_lag
 from asyncrl.weight_sync.base import Manifest, TensorSpec
