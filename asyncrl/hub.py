@@ -57,5 +57,5 @@ def _unreachable(address: str, timeout_s: float) -> str | None:
 
 
 def model_place(path: str) -> str:
-    """A model's folder, named from the root since actors have a working folder of their own; or its name."""
+    """A model's folder by its whole path, for actors have a working folder of their own; or its hub name."""
     return str(Path(path).resolve()) if Path(path).exists() else path

@@ -46,7 +46,7 @@ class KLControl:
             self._adaptive.value = value
 
     def penalised(self, rewards: Sequence[float], group: ReadyGroup) -> tuple[float, ...]:
-        """The rewards of the group's answers less coefficient times KL, where that comes off whole answers."""
+        """The rewards of a group less coefficient times KL, where that comes off whole answers."""
         if not self._of_answers:
             return tuple(rewards)
         kl = _kl(group)
