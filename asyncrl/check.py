@@ -74,7 +74,8 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
 def require_cores(config: Config) -> None:
     """Raise PlacementError if a core that is to be pinned to is not there for this process."""
     if not hasattr(os, "sched_getaffinity"):
-        asked = [s for s in (config.generators, config.learner) if s.cpu_cores is not None]
+        sections = (config.generators, config.learner, *config.roles.values())
+        asked = [s for s in sections if s.cpu_cores is not None]
         if asked:
             raise PlacementError("cpu_cores: this system cannot pin processes to cores; set it to null")
         return
@@ -82,6 +83,7 @@ def require_cores(config: Config) -> None:
     for name, cores in (
         ("generators.cpu_cores", config.generators.cpu_cores),
         ("learner.cpu_cores", config.learner.cpu_cores),
+        *((f"{name}.cpu_cores", role.cpu_cores) for name, role in config.roles.items()),
     ):
         missing = sorted(set(cores or ()) - here)
         if missing:
@@ -136,7 +138,8 @@ def require_algorithm(config: Config, folder: Path) -> None:
 
     if is_path(algorithm.advantage):
         user_advantage(algorithm.advantage, folder)((0.0, 1.0), (1, 2))
-    policy_loss(algorithm.loss, folder)
+    if is_path(algorithm.loss):
+        policy_loss(algorithm.loss, folder)
 
 
 class _Model:

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from asyncrl.algorithms.names import PRESETS
+from asyncrl.algorithms.names import PREFERENCE_NAMES, PRESETS, REWARDED_BY_TOKEN
 from asyncrl.config_checks import (
     algorithm_problems,
     contradictions,
@@ -247,12 +247,16 @@ class AlgorithmSection(Section):
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "rloo", "reinforce_plus_plus"] = "grpo"
     """Named set of defaults for this section; what is set beside it wins."""
     advantage: str = "grpo"
-    """grpo, dr_grpo, rloo, opo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, or a
-    function of your own: ``package.module:function`` or ``file.py:function``."""
+    """grpo, dr_grpo, rloo, opo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (with
+    a ``critic``), or a function of your own: ``package.module:function`` or ``file.py:function``."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Discount a token of the reward at the answer's end, under reinforce_plus_plus."""
+    """Discount a token of the reward at the answer's end, under reinforce_plus_plus and gae."""
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """gae: how far an advantage looks beyond the critic's next value. 1: to the answer's end, so that the
+    critic is a baseline and no more; smaller: less variance, and the critic's bias."""
     loss: str = "ppo_clip"
-    """ppo_clip, gspo, cispo, gmpo, sapo, aipo, topr, dppo, m2po, or a function of your own."""
+    """ppo_clip, gspo, cispo, gmpo, sapo, aipo, topr, dppo, m2po, or a function of your own; or dpo, ipo,
+    which learn from the best and the worst answer of each group and need no advantage."""
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     """The ratio is clipped below at 1 - clip_low (gmpo: its logarithm at -clip_low)."""
     clip_high: PositiveFloat = 0.2
@@ -271,6 +275,20 @@ class AlgorithmSection(Section):
     """dppo: factor of (log pi/b)^2."""
     m2po_tau: PositiveFloat = 0.04
     """m2po: bound on the mean of (log pi/b)^2 over the step."""
+    preference_beta: PositiveFloat = 0.1
+    """dpo, ipo: how much a preference weighs against keeping to the reference; larger keeps closer."""
+    kl: Literal["none", "loss", "reward"] = "none"
+    """Where the KL to the reference policy goes: into the loss, or off the rewards. ``none`` and a loss
+    other than dpo and ipo: no reference is started."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] | None = None
+    """How it is estimated, token by token: k1, abs, k2 or k3; ``+``: with the gradient of k2. Null: k3 in
+    the loss, k1 in the reward."""
+    kl_coef: NonNegativeFloat = 1e-3
+    """Its factor; with ``kl_target``, that of the first step."""
+    kl_target: PositiveFloat | None = None
+    """KL a token that the factor is adapted to hold; null: the factor stays as it is."""
+    kl_horizon: PositiveFloat = 10_000.0
+    """Samples over which a KL that is off by a fifth or more changes the factor by a fifth."""
     epochs: PositiveInt = 1
     """Times that a step goes through its groups. The policy version still moves once a step, and p stays
     the policy of the step's start."""
@@ -321,6 +339,24 @@ class AlgorithmSection(Section):
     """Train nothing of an answer that was cut off; its reward still counts in its group."""
     allow_uncorrected: bool = False
     """Permit an uncorrected loss with max_staleness >= 2."""
+
+    @property
+    def kl_form(self) -> str:
+        """The estimator of the KL: the one that was asked for, or what is usual for its place."""
+        return self.kl_estimator or ("k1" if self.kl == "reward" else "k3")
+
+    @property
+    def learns_from_pairs(self) -> bool:
+        return self.loss in PREFERENCE_NAMES
+
+    @property
+    def penalises_tokens(self) -> bool:
+        """Whether the KL comes off the reward of each token, in the learner, and not off the answer's."""
+        return self.kl == "reward" and self.advantage in REWARDED_BY_TOKEN
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl != "none" or self.learns_from_pairs
 
     @model_validator(mode="before")
     @classmethod
@@ -442,6 +478,83 @@ class LearnerSection(Section):
     """Seconds that one update may take."""
 
 
+class RoleSection(Section):
+    """The actors of a role beside generators and learner."""
+
+    replicas: PositiveInt = 1
+    """Actors, each with the whole model; every group goes to one of them as it lands."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda, then cpu."""
+    threads: PositiveInt = 1
+    """Torch threads of one actor on CPU."""
+    cpu_cores: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
+    """Cores to pin the actors to, dealt out in turn; null: unpinned."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds that an actor may take to load its model."""
+    timeout_s: PositiveFloat = 300.0
+    """Seconds that it may take for one group before it is taken for dead and replaced."""
+
+    @property
+    def actors(self) -> tuple[str, int]:
+        """The key that says how many actors there are, and the number."""
+        return "replicas", self.replicas
+
+
+class ReferenceSection(RoleSection):
+    path: str | None = None
+    """Hugging Face folder or hub name, with the policy's tokenizer. Null: the model that training starts
+    from."""
+    dtype: Dtype | None = None
+    """Compute dtype. Null: ``model.dtype``."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Tokens in one forward pass, padding included. Null: ``learner.micro_batch_tokens``."""
+
+
+class CriticSection(Section):
+    """The value model of ``advantage: gae``, on an engine and in processes of its own."""
+
+    path: str | None = None
+    """Hugging Face folder or hub name whose transformer it starts from; null: the policy's start model."""
+    ranks: PositiveInt = 1
+    """Processes, a device each."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
+    """What the ranks share out, as in ``learner``. With 3, all ranks value each group together."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda, then cpu."""
+    threads: PositiveInt = 1
+    """Torch threads of one rank on CPU."""
+    cpu_cores: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
+    """Cores to pin the ranks to, dealt out in turn; null: unpinned."""
+    micro_batch_tokens: PositiveInt = 4096
+    """Tokens in one forward pass, padding included."""
+    lr: PositiveFloat = 1e-5
+    """Learning rate of AdamW."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps at the start of a run that train the critic alone. They count as steps of the run and as policy
+    versions, though the policy keeps its weights."""
+    value_clip: PositiveFloat = 0.2
+    """A value's loss ignores moves beyond this from the value that the token was given as it landed."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of AdamW."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of AdamW's second moment."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this L2 norm."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: slower, less memory."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds that the ranks may take to load the model and find each other."""
+    step_timeout_s: PositiveFloat = 1800.0
+    """Seconds that the values of one group, or one update, may take."""
+
+    @property
+    def actors(self) -> tuple[str, int]:
+        """The key that says how many actors there are, and the number."""
+        return "ranks", self.ranks
+
+
 class WeightSyncSection(Section):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl between GPUs, gloo otherwise."""
@@ -505,6 +618,10 @@ class Config(Section):
     """The engines that sample."""
     learner: LearnerSection = LearnerSection()
     """The ranks that update."""
+    reference: ReferenceSection = ReferenceSection()
+    """The reference policy, where ``algorithm`` needs one: frozen, in actors of its own."""
+    critic: CriticSection = CriticSection()
+    """The value model, where ``algorithm`` needs one: trained, in actors of its own."""
     weight_sync: WeightSyncSection = WeightSyncSection()
     """How weights travel from the learner to the generators."""
     placement: PlacementSection = PlacementSection()
@@ -516,6 +633,21 @@ class Config(Section):
     def _check(self) -> Self:
         _refuse(contradictions(self))
         return self
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the run has a critic."""
+        return self.algorithm.advantage == "gae" and not self.algorithm.learns_from_pairs
+
+    @property
+    def roles(self) -> dict[str, ReferenceSection | CriticSection]:
+        """The roles that this run has, by name."""
+        roles: dict[str, ReferenceSection | CriticSection] = {}
+        if self.algorithm.needs_reference:
+            roles["reference"] = self.reference
+        if self.has_critic:
+            roles["critic"] = self.critic
+        return roles
 
     @property
     def max_sequence_tokens(self) -> int:

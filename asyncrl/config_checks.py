@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncrl.algorithms.names import COMPARING, CORRECTING, PRESETS, advantage_problem, loss_problem
+from asyncrl.algorithms.names import (
+    COMPARING,
+    CORRECTING,
+    PREFERENCE_NAMES,
+    PRESETS,
+    advantage_problem,
+    loss_problem,
+)
 from asyncrl.generators.vllm_options import option_problems
 
 if TYPE_CHECKING:
@@ -67,8 +74,11 @@ def algorithm_problems(algorithm: AlgorithmSection) -> list[str]:
     ):
         if bounds[0] >= bounds[1]:
             problems.append(f"{low}: found {bounds[0]:g}; expected less than {high} = {bounds[1]:g}")
+    problems += _kl(algorithm)
     correction = algorithm.correction
-    if algorithm.loss in CORRECTING and correction != "none":
+    if algorithm.loss in PREFERENCE_NAMES:
+        problems += _preferences(algorithm)
+    elif algorithm.loss in CORRECTING and correction != "none":
         problems.append(
             f"correction: found {correction!r} with loss {algorithm.loss!r}, which corrects for stale data "
             "by itself; expected none"
@@ -79,6 +89,38 @@ def algorithm_problems(algorithm: AlgorithmSection) -> list[str]:
             "ratio is to the behaviour policy already; expected correction none, or old_logprobs recompute"
         )
     return problems
+
+
+def _kl(algorithm: AlgorithmSection) -> list[str]:
+    problems = []
+    if algorithm.kl == "loss" and algorithm.kl_form == "k1":
+        problems.append(
+            "kl_estimator: found 'k1' with kl 'loss', where its gradient has mean 0 and holds nothing; "
+            "expected k1+, k2, k3 or k3+, or kl reward"
+        )
+    if algorithm.kl_target is not None and algorithm.kl == "none":
+        problems.append(
+            f"kl_target: found {algorithm.kl_target:g} with kl 'none'; expected kl loss or reward, or null"
+        )
+    elif algorithm.kl_target is not None and algorithm.kl_coef == 0:
+        problems.append(
+            f"kl_coef: found 0 with kl_target {algorithm.kl_target:g}, which multiplies it by steps; expected "
+            "more than 0"
+        )
+    return problems
+
+
+def _preferences(algorithm: AlgorithmSection) -> list[str]:
+    """dpo and ipo weigh whole answers by their margin alone: what would change that is refused."""
+    return [
+        f"{key}: found {found!r} with loss {algorithm.loss!r}, which {why}; expected {expected}"
+        for key, found, expected, why in (
+            ("correction", algorithm.correction, "none", "has no ratio that could be corrected"),
+            ("kl", algorithm.kl, "none", "keeps to the reference by preference_beta"),
+            ("entropy_coef", algorithm.entropy_coef, 0.0, "is a function of pairs alone"),
+        )
+        if found != expected
+    ]
 
 
 def contradictions(config: Config) -> list[str]:
@@ -92,6 +134,7 @@ def contradictions(config: Config) -> list[str]:
         *_devices(config),
         *_engine(config),
         *_canary(config),
+        *_critic(config),
         *_other(config),
     ]
 
@@ -123,11 +166,15 @@ def _lengths(config: Config) -> list[str]:
     prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     longest = config.max_sequence_tokens
     sum_text = f"data.max_prompt_tokens + rollout.max_new_tokens = {prompt} + {answer} = {longest}"
-    if longest > config.learner.micro_batch_tokens:
-        problems.append(
-            f"learner.micro_batch_tokens: found {config.learner.micro_batch_tokens}, which cannot hold the "
-            f"longest sequence; expected at least {sum_text}: raise it, or shorten prompts or answers"
-        )
+    for section, tokens in (
+        ("learner", config.learner.micro_batch_tokens),
+        ("reference", config.reference.micro_batch_tokens),
+    ):
+        if tokens is not None and longest > tokens:
+            problems.append(
+                f"{section}.micro_batch_tokens: found {tokens}, which cannot hold the longest sequence; "
+                f"expected at least {sum_text}: raise it, or shorten prompts or answers"
+            )
     create = config.model.create
     if create is not None:
         problems += length_problems(config, create.max_positions, "model.create.max_positions")
@@ -154,16 +201,18 @@ def length_problems(config: Config, positions: int, name: str) -> list[str]:
 def _groups(config: Config) -> list[str]:
     problems = []
     rollout, algorithm = config.rollout, config.algorithm
-    comparing = algorithm.advantage in COMPARING
+    pairs = algorithm.learns_from_pairs
+    comparing = pairs or algorithm.advantage in COMPARING
+    what = f"{algorithm.loss} loss" if pairs else f"{algorithm.advantage} advantage"
     if comparing and rollout.group_size < 2:
         problems.append(
             f"rollout.group_size: found {rollout.group_size}; expected at least 2, because the "
-            f"{algorithm.advantage} advantage compares the answers of a group with each other"
+            f"{what} compares the answers of a group with each other"
         )
     elif comparing and rollout.min_group < 2:
         problems.append(
             f"rollout.min_group: found {rollout.min_group}; expected at least 2, because the "
-            f"{algorithm.advantage} advantage compares the answers of a group with each other"
+            f"{what} compares the answers of a group with each other"
         )
     elif rollout.min_group > rollout.group_size:
         problems.append(
@@ -195,7 +244,7 @@ def _corrections(config: Config) -> list[str]:
             f"rollout.top_k: found {rollout.top_k}; expected 0 (off) in training, because the learner "
             "cannot correct for tokens that were cut off; eval.top_k is free"
         )
-    uncorrected = algorithm.correction == "none" and algorithm.loss not in CORRECTING
+    uncorrected = algorithm.correction == "none" and algorithm.loss not in (*CORRECTING, *PREFERENCE_NAMES)
     if uncorrected and bound >= 2 and not algorithm.allow_uncorrected:
         problems.append(
             f"algorithm.correction: found 'none' with schedule.max_staleness {bound}; expected a "
@@ -250,6 +299,32 @@ def _canary(config: Config) -> list[str]:
         f"rollout.max_new_tokens = {config.max_sequence_tokens}; expected at least 3 tokens to compare "
         "log-probs on, or canary_every 0"
     ]
+
+
+def _critic(config: Config) -> list[str]:
+    if not config.has_critic:
+        return []
+    problems = []
+    critic, prompt, answer = config.critic, config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    if config.max_sequence_tokens > critic.micro_batch_tokens:
+        problems.append(
+            f"critic.micro_batch_tokens: found {critic.micro_batch_tokens}, which cannot hold the longest "
+            f"sequence; expected at least data.max_prompt_tokens + rollout.max_new_tokens = {prompt} + "
+            f"{answer} = {config.max_sequence_tokens}: raise it, or shorten prompts or answers"
+        )
+    needed = critic.ranks * config.algorithm.mini_batches
+    if config.rollout.groups_per_step < needed:
+        problems.append(
+            f"rollout.groups_per_step: found {config.rollout.groups_per_step}; expected at least "
+            f"critic.ranks * algorithm.mini_batches = {critic.ranks} * {config.algorithm.mini_batches} = "
+            f"{needed}, because whole groups go to each rank"
+        )
+    if critic.warmup_steps >= config.run.steps:
+        problems.append(
+            f"critic.warmup_steps: found {critic.warmup_steps} with run.steps {config.run.steps}; expected "
+            "fewer, because the policy is not trained in these"
+        )
+    return problems
 
 
 def _other(config: Config) -> list[str]:

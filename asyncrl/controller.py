@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from asyncrl.alarms import LogprobAlarm
 from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.algorithms.pairs import pair_signs
 from asyncrl.config import Config
 from asyncrl.errors import BadStepsError, LostGroupError
 from asyncrl.evaluation import Evaluator
@@ -32,6 +33,8 @@ from asyncrl.metrics_lines import MetricsLines
 from asyncrl.observer import Observer
 from asyncrl.outstanding import OutstandingGroups, Running
 from asyncrl.pushes import Publisher, Pushes
+from asyncrl.roles.annotator import Annotator
+from asyncrl.roles.kl_control import KLControl
 from asyncrl.rollout import GroupRequest
 from asyncrl.screening import Screening
 from asyncrl.snapshot import Salvage
@@ -79,6 +82,7 @@ class Controller:
         evaluator: Evaluator,
         observer: Observer,
         *,
+        annotator: Annotator | None = None,
         checkpoints: Path | None = None,
         max_queue_bytes: int = 4 << 30,
     ) -> None:
@@ -88,6 +92,7 @@ class Controller:
         self._learner = learner
         self._publisher = publisher
         self._evaluator = evaluator
+        self._annotator = annotator or Annotator(())
         self._observer = observer
         self._checkpoints = checkpoints
         rollout = config.rollout
@@ -99,6 +104,7 @@ class Controller:
             stop=rollout.stop,
         )
         self._screening = Screening(config)
+        self._kl = KLControl(config.algorithm)
         self._changed = Signal()
         self._meter = StepMeter(config.generators.slots)
         self._times = self._meter.times
@@ -185,10 +191,11 @@ class Controller:
 
     async def _start_up(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """Start both sides at version 0; returns the tasks that keep generators at work from then on."""
-        self._observer.phase("starting generators and learner")
+        self._observer.phase("starting all actors")
         async with asyncio.TaskGroup() as starting:
             learner = starting.create_task(self._learner.start(), name="start learner")
             starting.create_task(self._pool.start(), name="start generators")
+            starting.create_task(self._annotator.start(), name="start roles")
         info = learner.result()
         log.info("learner has %s parameters in %d tensors", f"{info.parameters:,}", len(info.manifest))
         supervisor = group.create_task(self._pool.supervise(), name="supervise generators")
@@ -266,16 +273,18 @@ class Controller:
             running.attempt += 1
             if salvage is None:
                 start_version = self.budget.reissue(task.ordinal).start_version
-        self._land(task, meta, payload)
+        await self._land(task, meta, payload)
 
-    def _land(self, task: Task, meta: GroupMeta, payload: Any) -> None:
-        """A group came back: into the queue, or retired with the reason why not."""
+    async def _land(self, task: Task, meta: GroupMeta, payload: Any) -> None:
+        """A group came back: annotated and into the queue, or retired with the reason why not."""
+        landed_at = now()
         self._meter.bias.add_finished(meta)
         verdict = self._screening.unusable_because(meta)
-        if verdict is None:
-            self._groups.land(meta, payload)
-        else:
+        if verdict is not None:
             self._groups.retire_unusable(task, *verdict, reward_mean=meta.reward_mean)
+            return
+        annotations = await self._annotator.annotate(meta, payload)
+        self._groups.land(meta, payload, annotations, landed_at)
 
     # ------------------------------------------------------------------ updates
 
@@ -311,7 +320,7 @@ class Controller:
                 self._retire_batch(version, groups, result)
                 self._groups.retire_idle(idle)
             evaluation = await self._pushes.publish_if_due(group)
-            record.update(result.metrics)
+            record |= {**result.metrics, **self._kl.end_step(groups, result)}
             await self._end_step(record, metas, evaluation)
 
     async def _take(self) -> list[ReadyGroup] | None:
@@ -327,25 +336,30 @@ class Controller:
 
         await self._changed.until(stopped_or_taken)
         self._times.wait_for_batch += now() - start
+        self._annotator.waited(batch or (), start, now())
         return batch
 
     async def _update(self, version: int, groups: Sequence[ReadyGroup]) -> StepResult:
-        items = tuple(BatchItem(g.meta, g.payload, self._advantages(g.meta)) for g in groups)
+        items = tuple(BatchItem(g.meta, g.payload, self._advantages(g), g.annotations) for g in groups)
         start = now()
         timeout_s = self.config.learner.step_timeout_s
         result = await within(
             timeout_s,
             f"update {version} -> {version + 1} on {len(items)} groups",
             "learner.step_timeout_s",
-            self._learner.step(Batch(version, items)),
+            self._learner.step(Batch(version, items, self._kl.coefficient)),
         )
         self._times.train += now() - start
         return result
 
-    def _advantages(self, meta: GroupMeta) -> tuple[float, ...]:
+    def _advantages(self, group: ReadyGroup) -> tuple[float, ...]:
+        """One number an answer: its advantage, or its part in the group's pair."""
+        algorithm, meta = self.config.algorithm, group.meta
         lengths = [answer.loss_tokens for answer in meta.trajectories]
         rewards = self._screening.shaped_rewards(meta)
-        return group_advantages(self.config.algorithm.advantage, rewards, lengths)
+        if algorithm.learns_from_pairs:
+            return pair_signs(rewards, lengths)
+        return group_advantages(algorithm.advantage, self._kl.penalised(rewards, group), lengths)
 
     def _retire_batch(self, version: int, groups: Sequence[ReadyGroup], result: StepResult) -> None:
         """The update's groups are through. BadStepsError if too many updates in a row changed nothing."""
@@ -376,6 +390,7 @@ class Controller:
             **self._meter.end_step(now(), statistics, metas),
             **self._pool.metrics(),
             **self._publisher.take_metrics(),
+            **self._annotator.take_metrics(),
         }
         self._lines.add(record, evaluation)
         self._observer.stepped(record)

@@ -25,6 +25,7 @@
     │   │   └── LostGroupError      a group that it ran, and what is left of it
     │   ├── VersionGoneError        the last replica that held a version died
     │   ├── LearnerError            a rank died or broke
+    │   ├── RoleError               an actor of a role, such as the reference, died, broke or hangs
     │   └── WeightSyncError         a push failed
     │       ├── PushTimeoutError    a receiver did not answer in weight_sync.timeout_s
     │       ├── ChecksumError       sender's and receiver's bytes differ
@@ -151,6 +152,10 @@ class VersionGoneError(InfrastructureError):
 
 class LearnerError(InfrastructureError):
     """A learner rank died or broke."""
+
+
+class RoleError(InfrastructureError):
+    """An actor of a role (see ``roles/base.py``) died, broke, or did not answer in time."""
 
 
 class WeightSyncError(InfrastructureError):

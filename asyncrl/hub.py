@@ -15,6 +15,7 @@ import logging
 import os
 import ssl
 import urllib.request
+from pathlib import Path
 from urllib.error import HTTPError, URLError
 
 log = logging.getLogger(__name__)
@@ -53,3 +54,8 @@ def _unreachable(address: str, timeout_s: float) -> str | None:
         return None if isinstance(error.reason, ssl.SSLError) else str(error.reason)
     except OSError as error:
         return str(error)
+
+
+def model_place(path: str) -> str:
+    """A model's folder by its whole path, for actors have a working folder of their own; or its hub name."""
+    return str(Path(path).resolve()) if Path(path).exists() else path

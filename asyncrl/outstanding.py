@@ -25,7 +25,7 @@ from asyncrl.ledger import FinalState, Ledger, Retired
 from asyncrl.metrics import PhaseTimes
 from asyncrl.queues.budget import StalenessBudget
 from asyncrl.queues.experience import ExperienceQueue, Shortfall
-from asyncrl.types import GroupMeta, Metrics, ReadyGroup, Task, group_lag, sort_key
+from asyncrl.types import Annotation, GroupMeta, Metrics, ReadyGroup, Task, group_lag, sort_key
 from asyncrl.waiting import Signal, now
 from asyncrl.watchdog import Watchdog
 
@@ -115,11 +115,14 @@ class OutstandingGroups:
 
     # The end of a rollout.
 
-    def land(self, meta: GroupMeta, payload: Any) -> None:
+    def land(
+        self, meta: GroupMeta, payload: Any, annotations: tuple[Annotation, ...], landed_at: float
+    ) -> None:
         """A rollout gave a group that can be trained on: running -> ready."""
         del self._running[meta.ordinal]
         self.ledger.mark_ready(meta.ordinal)
-        self.queue.put(ReadyGroup(meta, payload, self.budget.expiries()[meta.ordinal]))
+        expiry = self.budget.expiries()[meta.ordinal]
+        self.queue.put(ReadyGroup(meta, payload, expiry, annotations, landed_at))
         self._watchdog.made_progress(f"group {meta.uid} landed")
         if self.queue.full:
             log.warning(

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class Placement:
     """GPUs of each learner rank."""
     host: str
     """Address that process groups meet on."""
+    role_gpus: Mapping[str, int] = field(default_factory=dict)
+    """GPUs of each actor of a role, by the role's name."""
 
     @property
     def push_backend(self) -> str:
@@ -71,17 +73,30 @@ def open_session(config: Config) -> Placement:
         generator_gpus=int(_wants_gpu(config.generators.device, gpus)) * config.generators.workers,
         learner_gpus=int(_wants_gpu(config.learner.device, gpus)),
         host=host,
+        role_gpus={name: int(_wants_gpu(role.device, gpus)) for name, role in config.roles.items()},
     )
+    _require_gpus(config, placement, gpus)
+    return placement
+
+
+def _require_gpus(config: Config, placement: Placement, gpus: int) -> None:
+    """Raise PlacementError if the cluster has fewer GPUs than all actors together need."""
     needed = (
         placement.generator_gpus * config.generators.replicas + placement.learner_gpus * config.learner.ranks
     )
+    actors = f"{config.generators.replicas} generator replicas and {config.learner.ranks} learner ranks"
+    lower, devices = ["generators.replicas", "learner.ranks"], ["generators.device", "learner.device"]
+    for name, role in config.roles.items():
+        key, count = role.actors
+        needed += placement.role_gpus[name] * count
+        actors += f" and {count} of the {name}"
+        lower.append(f"{name}.{key}")
+        devices.append(f"{name}.device")
     if needed > gpus:
         raise PlacementError(
-            f"{config.generators.replicas} generator replicas and {config.learner.ranks} learner ranks need "
-            f"{needed} GPUs, the cluster has {gpus}; lower generators.replicas or learner.ranks, or set "
-            f"generators.device or learner.device to cpu"
+            f"{actors} need {needed} GPUs, the cluster has {gpus}; lower {' or '.join(lower)}, or set "
+            f"{' or '.join(devices)} to cpu"
         )
-    return placement
 
 
 def close_session() -> None:

@@ -174,6 +174,9 @@ def placement_rows(config: Config) -> list[tuple[str, str]]:
                 f"{_cores(cores, learner.threads)}",
             )
         )
+    for name, role in config.roles.items():
+        for i, cores in enumerate(deal_cores(role.cpu_cores, role.actors[1])):
+            rows.append((f"{name} {i}", f"on {role.device}, {_cores(cores, role.threads)}"))
     return rows
 
 

@@ -31,8 +31,10 @@ from asyncrl.display import Display, lag, make_display
 from asyncrl.errors import UsageError
 from asyncrl.evaluation import Evaluator
 from asyncrl.generators.pool import GeneratorPool
+from asyncrl.hub import model_place
 from asyncrl.learners.base import Learner
 from asyncrl.ledger import Retired
+from asyncrl.roles.annotator import Annotator
 from asyncrl.run_folder import RunFolder, claim
 from asyncrl.tracking import open_tracker
 from asyncrl.types import Metrics, ReadyGroup, Task
@@ -42,6 +44,7 @@ from asyncrl.weight_sync.publish import WeightPublisher
 if TYPE_CHECKING:
     from asyncrl.data import Prompts
     from asyncrl.placement import Placement
+    from asyncrl.roles.base import Role
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class Parts:
     controller: Controller
     pool: GeneratorPool
     learner: Learner
+    annotator: Annotator
     display: Display
     files: RunFolder
 
@@ -123,8 +127,7 @@ def resolve_model(config: Config, console: Console) -> str:
     """The folder or hub name of the model; a small one is made on first use."""
     path = config.model.path
     if path is not None:
-        # Actors have a working folder of their own.
-        return str(Path(path).resolve()) if Path(path).exists() else path
+        return model_place(path)
     from asyncrl.models import ensure_model, show_progress
 
     with show_progress(console) as progress:
@@ -141,10 +144,10 @@ def build(
 ) -> Parts:
     """Create the actors and the controller over them; nothing runs yet."""
     from asyncrl.generators.actor import RayReplica
-    from asyncrl.learners.group import RayLearner
     from asyncrl.placement import deal_cores, fetch_payloads
+    from asyncrl.roles.build import build_roles
 
-    generators, learner_config = config.generators, config.learner
+    generators = config.generators
     display = make_display(config, console)
     files = RunFolder(
         folder,
@@ -165,13 +168,7 @@ def build(
         health_every_s=generators.health_every_s,
         health_timeout_s=generators.health_timeout_s,
     )
-    learner = RayLearner(
-        config,
-        model_path,
-        host=placement.host,
-        cores=deal_cores(learner_config.cpu_cores, learner_config.ranks),
-        gpus=placement.learner_gpus,
-    )
+    learner, critics = build_learner(config, model_path, placement)
     sync = config.weight_sync
     publisher = WeightPublisher(
         learner,
@@ -183,6 +180,7 @@ def build(
         kv=config.schedule.kv_after_swap,
         canary=make_canary(config, prompts.train.iterate()),
     )
+    annotator = Annotator([*build_roles(config, model_path, placement), *critics])
     controller = Controller(
         config,
         prompts.train,
@@ -191,9 +189,40 @@ def build(
         publisher,
         Evaluator(pool, prompts.eval, config),
         RunObserver(files, display),
+        annotator=annotator,
         checkpoints=folder / "checkpoints",
     )
-    return Parts(controller, pool, learner, display, files)
+    return Parts(controller, pool, learner, annotator, display, files)
+
+
+def build_learner(config: Config, model_path: str, placement: Placement) -> tuple[Learner, list[Role]]:
+    """The learner, and the critic, if there is one, as a role; the learner's updates are its own too."""
+    from asyncrl.learners.actor_critic import ActorCritic
+    from asyncrl.learners.critic_group import RayCritic
+    from asyncrl.learners.group import RayLearner
+    from asyncrl.placement import deal_cores
+
+    settings, critic_settings = config.learner, config.critic
+    policy = RayLearner(
+        config,
+        model_path,
+        host=placement.host,
+        cores=deal_cores(settings.cpu_cores, settings.ranks),
+        gpus=placement.learner_gpus,
+    )
+    if not config.has_critic:
+        return policy, []
+    critic = RayCritic(
+        config,
+        model_path if critic_settings.path is None else model_place(critic_settings.path),
+        host=placement.host,
+        cores=deal_cores(critic_settings.cpu_cores, critic_settings.ranks),
+        gpus=placement.role_gpus["critic"],
+    )
+    learner = ActorCritic(
+        policy, critic, warmup_steps=critic_settings.warmup_steps, max_bad_steps=settings.max_bad_steps
+    )
+    return learner, [critic]
 
 
 def make_canary(config: Config, tasks: Iterable[Task]) -> Canary | None:
@@ -230,7 +259,7 @@ async def _run(parts: Parts) -> Summary:
         return await parts.controller.run()
     finally:
         # The learner last: generators listen to its store for what they are to receive.
-        for closing in (parts.pool.close(), parts.learner.close()):
+        for closing in (parts.pool.close(), parts.annotator.close(), parts.learner.close()):
             await asyncio.gather(closing, return_exceptions=True)
 
 

@@ -33,7 +33,10 @@ class Screening:
         return self._shaping.shaped(meta.rewards, [answer.response_tokens for answer in meta.trajectories])
 
     def without_signal(self, meta: GroupMeta) -> bool:
-        """Whether all rewards of a group are the same, as its advantages see them."""
+        """Whether all rewards of a group are the same, shaped but for a penalty for the KL.
+
+        That differs from answer to answer even where the task tells none from another.
+        """
         return len(set(self.shaped_rewards(meta))) == 1
 
     def unusable_because(self, meta: GroupMeta) -> tuple[FinalState, str] | None:

@@ -222,6 +222,29 @@ class GroupMeta:
 
 
 @dataclass(frozen=True, slots=True)
+class AnnotationMeta:
+    """Scalars of what one role computed about a group: what the controller sees."""
+
+    role: str
+    checksum: int
+    """CRC-32 of the encoded payload."""
+    nbytes: int
+    """Size of the encoded payload."""
+    seconds: float
+    """What the role's process worked on it."""
+    scalars: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """By name, one number a trajectory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """What one role computed about a group. ``payload`` is a Ray object reference, or bytes in tests."""
+
+    meta: AnnotationMeta
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
 class ReadyGroup:
     """A finished group in the queue. ``payload`` is a Ray object reference, or bytes in tests."""
 
@@ -229,6 +252,15 @@ class ReadyGroup:
     payload: Any
     expiry: int
     """The last step that it may be left to: start version + max_staleness, unless it was postponed."""
+    annotations: tuple[Annotation, ...] = ()
+    """One of each role that the run has."""
+    landed_at: float = 0.0
+    """When it was back from its generator, by the loop's clock: annotations came after that."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all that it refers to."""
+        return self.meta.nbytes + sum(annotation.meta.nbytes for annotation in self.annotations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +270,7 @@ class BatchItem:
     meta: GroupMeta
     payload: Any
     advantages: tuple[float, ...]
+    annotations: tuple[Annotation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +280,8 @@ class Batch:
     version: int
     """v: the policy version before the update; every lag is measured from it."""
     items: tuple[BatchItem, ...]
+    kl_coef: float = 0.0
+    """Factor of the KL to the reference in this update."""
 
 
 def token_lag(version: int, token_version: int) -> int:

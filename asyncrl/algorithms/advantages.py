@@ -6,8 +6,8 @@ What spans the whole batch (whitening, returns over tokens) belongs to the learn
 Invariants:
 - The advantages of a group depend on that group alone.
 - A group of one, or of equal rewards, has advantage 0.0 exactly: an unbaselined reward is not a
-  group advantage, and rounding must not turn "no signal" into a gradient. reinforce_plus_plus alone
-  has no group baseline: its baseline is the batch's mean.
+  group advantage, and rounding must not turn "no signal" into a gradient. reinforce_plus_plus and
+  gae have no group baseline: theirs are the batch's mean and the critic's values.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ def reinforce_plus_plus(rewards: Sequence[float], lengths: Sequence[int]) -> tup
     return tuple(rewards)
 
 
+def gae(rewards: Sequence[float], lengths: Sequence[int]) -> tuple[float, ...]:
+    """The rewards themselves: the learner weighs them against a critic's values (1506.02438)."""
+    return tuple(rewards)
+
+
 def remax(rewards: Sequence[float], greedy: float) -> tuple[float, ...]:
     """r - reward of the greedy answer to the same prompt (ReMax, 2310.10505)."""
     return tuple(r - greedy for r in rewards)
@@ -76,8 +81,9 @@ ADVANTAGES: Mapping[str, GroupAdvantage] = {
     "grpo_passk": grpo_passk,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": dr_grpo,  # whitened by the learner
+    "gae": gae,
 }
-UNBASELINED = frozenset({"reinforce_plus_plus"})
+UNBASELINED = frozenset({"reinforce_plus_plus", "gae"})
 """Advantages that do not compare the samples of a group, and so take groups of any size."""
 
 

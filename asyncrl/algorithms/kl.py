@@ -1,4 +1,4 @@
-"""KL divergence of the policy from a reference, token by token, and the coefficient that it gets.
+"""KL divergence of the policy from a reference, token by token.
 
 Shapes: B sequences, T response positions. All estimate KL(pi || ref) from tokens that pi sampled
 (Schulman, "Approximating KL Divergence", joschu.net/blog/kl-approx.html).
@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -70,24 +69,3 @@ KL_ESTIMATORS: Mapping[str, KLEstimator] = {
 def with_kl_penalty(rewards: Tensor, kl: Tensor, coefficient: float) -> Tensor:
     """KL in the reward: r_t - coefficient KL_t, with no gradient. All (B, T)."""
     return rewards - coefficient * kl.detach()
-
-
-@dataclass(slots=True)
-class AdaptiveCoefficient:
-    """A coefficient that steers the KL to a target (Ziegler et al., 1909.08593).
-
-    It grows while the KL is above the target and falls while it is below, by at most
-    20 % x samples / horizon a step. A fixed coefficient is a plain float.
-    """
-
-    value: float
-    target: float
-    """KL a token that is aimed at; more than 0."""
-    horizon: float
-    """Samples over which an error of a fifth or more changes the coefficient by about a fifth."""
-
-    def update(self, kl: float, samples: int) -> float:
-        """Take in a step's mean KL over ``samples`` answers; returns the next step's coefficient."""
-        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * samples / self.horizon
-        return self.value

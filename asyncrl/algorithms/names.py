@@ -16,16 +16,23 @@ ADVANTAGE_NAMES = (
     "grpo_passk",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "gae",
 )
 LOSS_NAMES = ("ppo_clip", "gspo", "cispo", "gmpo", "sapo", "aipo", "topr", "dppo", "m2po")
 
+PREFERENCE_NAMES = ("dpo", "ipo")
+"""Losses of pairs of answers, the best and the worst of a group, by the reference's log-probs."""
+
+KL_ESTIMATOR_NAMES = ("k1", "abs", "k2", "k3", "k1+", "k3+")
+REWARDED_BY_TOKEN = frozenset({"reinforce_plus_plus", "gae"})
+"""Advantages that see rewards token by token: a penalty for the KL is taken off where it arises."""
+
 MISSING_PARTS: Mapping[str, str] = {
-    "gae": "the values of a critic",
     "remax": "the reward of a greedy answer to each prompt",
 }
 """Advantages whose formula is there and whose input is not: what asyncrl does not run yet."""
 
-COMPARING = frozenset(ADVANTAGE_NAMES) - {"reinforce_plus_plus"}
+COMPARING = frozenset(ADVANTAGE_NAMES) - {"reinforce_plus_plus", "gae"}
 """Advantages that compare the answers of a group, and so need two of them."""
 
 CORRECTING = frozenset({"aipo", "topr", "dppo", "m2po"})
@@ -79,7 +86,7 @@ def advantage_problem(name: str) -> str | None:
 
 def loss_problem(name: str) -> str | None:
     """Why ``algorithm.loss`` cannot be ``name``; None if it can."""
-    return _unknown(name, LOSS_NAMES)
+    return _unknown(name, (*LOSS_NAMES, *PREFERENCE_NAMES))
 
 
 def _unknown(name: str, known: tuple[str, ...]) -> str | None:

@@ -4,37 +4,23 @@ Shapes: P pairs, each a better and a worse answer of one group. A log-prob here 
 answer: the sum over its tokens.
 
 Invariants:
-- A pair's answers have different rewards: ties make no pair.
 - At pi = ref every margin is 0, whatever the answers' lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from asyncrl.algorithms.losses import LossInputs, LossSettings, TokenLoss
+from asyncrl.algorithms.masks import masked
 from asyncrl.algorithms.ratios import log_difference
 
 PreferenceLoss = Callable[[Tensor, float], Tensor]
 """(margins (P,), beta) -> a loss a pair (P,)"""
-
-
-def pairs_in_group(
-    rewards: Sequence[float], which: Literal["extremes", "all"] = "extremes"
-) -> list[tuple[int, int]]:
-    """(better, worse) by index. ``extremes``: the best against the worst; ``all``: every two that differ.
-
-    Of equal rewards the first counts. A group of one, or of equal rewards, makes no pair.
-    """
-    indices = range(len(rewards))
-    if which == "all":
-        return [(i, j) for i in indices for j in indices if rewards[i] > rewards[j]]
-    if not rewards or max(rewards) == min(rewards):
-        return []
-    return [(rewards.index(max(rewards)), rewards.index(min(rewards)))]
 
 
 def answer_log_ratio(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
@@ -58,3 +44,25 @@ def ipo(margin: Tensor, beta: float) -> Tensor:
 
 
 PREFERENCE_LOSSES: Mapping[str, PreferenceLoss] = {"dpo": dpo, "ipo": ipo}
+
+
+def pair_weights(margin: Tensor, loss: PreferenceLoss, beta: float) -> Tensor:
+    """-dL/dh of each pair's loss L by its margin h, (P,): what its better answer's log pi is worth.
+
+    The gradient of a pair's loss is -w (grad log pi(better) - grad log pi(worse)) with this w, so that its
+    two answers may be differentiated apart from each other.
+    """
+    with torch.enable_grad():
+        h = margin.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(h, beta).sum(), h)
+    return -gradient
+
+
+def weighted_answers(inputs: LossInputs, settings: LossSettings) -> TokenLoss:
+    """-A log pi, where A is an answer's ``pair_weights``: a better one's w, a worse one's -w, 0 outside."""
+    logprobs = masked(inputs.logprobs, inputs.mask)
+    return TokenLoss(
+        loss=masked(-inputs.advantages * logprobs, inputs.mask),
+        clipped=torch.zeros_like(inputs.mask),
+        kl=log_difference(inputs.proximal, inputs.logprobs.detach(), inputs.mask),
+    )

@@ -56,12 +56,20 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def token_advantages(
-    name: str, advantages: Tensor, mask: Tensor, gamma: float, all_sum: AllSum = alone
+    name: str,
+    advantages: Tensor,
+    mask: Tensor,
+    gamma: float,
+    all_sum: AllSum = alone,
+    penalties: Tensor | None = None,
 ) -> Tensor:
     """What the learner makes of a group's scalars: (B, 1), (B, T) -> (B, 1) or (B, T).
 
     All but the batch-wide ones stay as they are. ``all_sum`` spans the ranks; collective for those.
+    ``penalties`` (B, T) come off the reward of each token, for those that look at tokens.
     """
     if name in DISCOUNTED:
-        advantages = discounted_returns(outcome_rewards(advantages, mask), mask, gamma)
+        rewards = outcome_rewards(advantages, mask)
+        rewards = rewards if penalties is None else rewards - penalties
+        advantages = discounted_returns(rewards, mask, gamma)
     return whiten(advantages, mask, all_sum) if name in WHITENED else advantages

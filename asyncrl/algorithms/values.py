@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.masks import masked
+from asyncrl.algorithms.masks import AllSum, alone, masked
+
+_ROUNDING = 1e-24
+"""Far above the share of a sum of squares that a variance of 0 can come to in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +35,18 @@ def clipped_value_loss(
     return ValueLoss(loss, (clipped_error > unclipped_error) & mask)
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, all_sum: AllSum = alone) -> float:
     """1 - Var(R - V) / Var(R) over the tokens of the mask: 1 is perfect, 0 no better than a constant.
 
-    NaN where there are fewer than two tokens or the returns do not vary.
+    ``all_sum`` takes both variances over all ranks; then this is a collective call. NaN where there are
+    fewer than two tokens or the returns do not vary, beyond rounding.
     """
     returns, errors = returns[mask].double(), (returns - values)[mask].double()
-    variance = float(returns.var(correction=0)) if len(returns) > 1 else 0.0
-    return 1.0 - float(errors.var(correction=0)) / variance if variance > 0 else float("nan")
+    both = torch.stack([returns, errors])  # (2, N)
+    count = both.new_full((1,), float(len(returns)))
+    sums = torch.cat([both.sum(-1), returns.square().sum(-1, keepdim=True), count])
+    all_sum(sums)
+    squares = (both - (sums[:2] / sums[3].clamp(min=1.0))[:, None]).square().sum(-1)
+    all_sum(squares)
+    of_returns, of_errors = squares.tolist()
+    return 1.0 - of_errors / of_returns if of_returns > _ROUNDING * float(sums[2]) else float("nan")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,6 +39,12 @@ class TrainSample:
     """(T,) in place of ``advantage``, where advantages differ from token to token."""
     proximal: Float32Array | None = None
     """(T,) log p, where the policy has moved on since the step's start; 0 outside the loss mask."""
+    reference: Float32Array | None = None
+    """(T,) log-probs of the reference policy, where the run has one; 0 outside the loss mask."""
+    kl: Float32Array | None = None
+    """(T,) KL to the reference that comes off the reward of each token; 0 outside the loss mask."""
+    values: Float32Array | None = None
+    """(T,) values of the critic, where the run has one; 0 outside the loss mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,8 @@ class RankStep:
     """Trajectories in the whole step, over all ranks."""
     mini_batches: tuple[MiniBatch, ...] = ()
     """The same micro-batches in several optimizer updates, one after the other; () for a single one."""
+    kl_coef: float = 0.0
+    """Factor of the KL to the reference, in loss or reward."""
 
     @property
     def whole(self) -> MiniBatch:
@@ -80,6 +89,11 @@ class StepResult:
     skipped: bool
     metrics: Metrics
     train_s: float = 0.0
+
+
+def finite(metrics: Metrics) -> Metrics:
+    """Metrics without those that are not finite: a file of JSON has no way to write them."""
+    return {name: value for name, value in metrics.items() if isfinite(value)}
 
 
 @dataclass(frozen=True, slots=True)

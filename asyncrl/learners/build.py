@@ -1,11 +1,15 @@
-"""From the config to one learner rank, inside the rank's process."""
+"""From the config to one rank of the learner or the critic, inside the rank's process."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.config import Config
 from asyncrl.learners.base import LearnerRank
+
+if TYPE_CHECKING:
+    from asyncrl.learners.critic import DeepSpeedCritic
 
 
 def build_rank(config: Config, model_path: str, rank: int, host: str, port: int, folder: Path) -> LearnerRank:
@@ -30,4 +34,23 @@ def build_rank(config: Config, model_path: str, rank: int, host: str, port: int,
         deterministic=config.run.deterministic,
         length_norm=config.length_norm,
         folder=folder,
+    )
+
+
+def build_critic(config: Config, model_path: str, rank: int, host: str, port: int) -> DeepSpeedCritic:
+    """A critic's rank that is ready to ``start``; rank 0 listens on ``host`` and ``port``."""
+    from asyncrl.learners.critic import DeepSpeedCritic
+
+    return DeepSpeedCritic(
+        model=config.model,
+        critic=config.critic,
+        algorithm=config.algorithm,
+        model_path=model_path,
+        max_staleness=config.schedule.max_staleness,
+        mask_stale=config.schedule.at_bound == "mask",
+        rank=rank,
+        world_size=config.critic.ranks,
+        master=(host, port),
+        deterministic=config.run.deterministic,
+        length_norm=config.length_norm,
     )

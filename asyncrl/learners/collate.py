@@ -37,6 +37,7 @@ class MicroBatch:
     fresh: Tensor  # (B, 1) bool, rows whose trained tokens are all of the current version
     ages: Tensor  # (B, T) int64, lag of each trained token; -1 outside the mask
     proximal: Tensor | None = None  # (B, T) float32, log p; None where p is the policy as it is
+    reference: Tensor | None = None  # (B, T) float32, log-probs of the reference; None without one
 
 
 def collate(samples: Sequence[TrainSample], version: int, device: torch.device) -> MicroBatch:
@@ -61,6 +62,8 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
     ages = np.full((rows, response), -1, np.int64)
     moved_on = any(sample.proximal is not None for sample in samples)
     proximal = np.zeros((rows, response), np.float32) if moved_on else None
+    referred = any(sample.reference is not None for sample in samples)
+    reference = np.zeros((rows, response), np.float32) if referred else None
     positions: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = [np.zeros(0, np.int64)]
     targets = [np.zeros(0, np.int64)]
     for row, (sample, t) in enumerate(zip(samples, trajectories, strict=True)):
@@ -75,6 +78,8 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
             advantages[row, :length] = sample.token_advantages
         if proximal is not None:
             proximal[row, :length] = sample.proximal
+        if reference is not None:
+            reference[row, :length] = sample.reference
         # What follows a masked token was sampled with keys and values of an older version.
         fresh[row] = not sample.masked and bool(np.all(t.versions[t.loss_mask] == version))
         trained = np.flatnonzero(t.loss_mask)
@@ -95,6 +100,7 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
         fresh=to_device(fresh),
         ages=to_device(ages),
         proximal=None if proximal is None else to_device(proximal),
+        reference=None if reference is None else to_device(reference),
     )
 
 

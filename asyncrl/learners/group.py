@@ -9,21 +9,19 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl.config import Config
-from asyncrl.errors import LearnerError, StalenessError
-from asyncrl.learners.base import LearnerInfo, PushReport, RankStep, StepResult, TrainSample
+from asyncrl.errors import StalenessError
+from asyncrl.learners.base import LearnerInfo, PushReport, StepResult
 from asyncrl.learners.packing import RankPlan, plan_step
+from asyncrl.learners.ranks import RayRanks, free_port
+from asyncrl.learners.samples import SentGroup, rank_step, sent_groups
 from asyncrl.placement import actor_options, pin_process
-from asyncrl.queues.codec import checksum, decode_group
 from asyncrl.types import Batch, Float32Array, group_lag
 from asyncrl.weight_sync.base import PushGroupSpec, plan_buckets
 
@@ -55,8 +53,7 @@ class LearnerActor:
         self._sender: Any = None
 
     def free_port(self) -> int:
-        with socket.create_server((self._host, 0)) as listener:
-            return int(listener.getsockname()[1])
+        return free_port(self._host)
 
     def start(self, port: int) -> LearnerInfo:
         from asyncrl.learners.build import build_rank
@@ -80,27 +77,9 @@ class LearnerActor:
         return LearnerInfo(info.manifest, info.parameters, (self._host, self._store.port))
 
     def step(
-        self, version: int, plan: RankPlan, advantages: list[tuple[float, ...]], *payloads: bytes
+        self, version: int, kl_coef: float, plan: RankPlan, groups: Sequence[SentGroup], *payloads: bytes
     ) -> StepResult:
-        samples: list[TrainSample] = []
-        for expected, weights, payload in zip(plan.checksums, advantages, payloads, strict=True):
-            found = checksum(payload)
-            if found != expected:
-                raise LearnerError(f"a group arrived with checksum {found:#x}, expected {expected:#x}")
-            group = decode_group(payload)
-            samples += [
-                TrainSample(group.ordinal, trajectory, advantage)
-                for trajectory, advantage in zip(group.trajectories, weights, strict=True)
-            ]
-        share = RankStep(
-            version,
-            tuple(samples),
-            plan.micro_batches,
-            plan.loss_tokens,
-            plan.sequences,
-            plan.mini_batches,
-        )
-        result: StepResult = self._learner.step(share)
+        result: StepResult = self._learner.step(rank_step(version, kl_coef, plan, groups, payloads))
         return result
 
     def open_push_group(self, spec: PushGroupSpec) -> None:
@@ -149,23 +128,18 @@ class RayLearner:
         self._config = config
         self._host = host
         self._push_lane = _PUSH_LANE if config.weight_sync.overlap else None
-        self._ranks = [
-            _RemoteLearner.options(**actor_options(gpus)).remote(
-                config, model_path, rank, host, cores[rank], str(Path.cwd())
-            )
-            for rank in range(config.learner.ranks)
-        ]
+        self._ranks = RayRanks(
+            "learner",
+            [
+                _RemoteLearner.options(**actor_options(gpus)).remote(
+                    config, model_path, rank, host, cores[rank], str(Path.cwd())
+                )
+                for rank in range(config.learner.ranks)
+            ],
+        )
 
     async def start(self) -> LearnerInfo:
-        timeout_s = self._config.learner.start_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                port = await self._call(self._ranks[0].free_port.remote(), 0)
-                infos = await self._all("start", port)
-        except TimeoutError:
-            raise LearnerError(
-                f"{len(self._ranks)} ranks did not start in learner.start_timeout_s = {timeout_s:g} s"
-            ) from None
+        infos = await self._ranks.start(self._config.learner.start_timeout_s)
         info: LearnerInfo = infos[0]
         return info
 
@@ -177,47 +151,39 @@ class RayLearner:
             self._config.learner.micro_batch_tokens,
             self._config.algorithm.mini_batches,
         )
-        calls = []
-        for rank, (actor, plan) in enumerate(zip(self._ranks, plans, strict=True)):
-            items = [batch.items[i] for i in plan.items]
-            advantages = [item.advantages for item in items]
+        arguments = []
+        for plan in plans:
+            groups, payloads = sent_groups([batch.items[i] for i in plan.items])
             # As arguments of their own, so that Ray resolves them in the rank's process.
-            payloads = [item.payload for item in items]
-            calls.append(self._call(actor.step.remote(batch.version, plan, advantages, *payloads), rank))
-        results = await asyncio.gather(*calls)
-        result: StepResult = results[0]
-        return result
+            arguments.append((batch.version, batch.kl_coef, plan, groups, *payloads))
+        results: list[StepResult] = await self._ranks.each("step", arguments)
+        return results[0]
 
     async def open_push_group(self, spec: PushGroupSpec) -> None:
-        await self._all("open_push_group", spec, lane=self._push_lane)
+        await self._ranks.all("open_push_group", spec, lane=self._push_lane)
 
     async def copy_out(self, version: int) -> float:
-        return float(max(await self._all("copy_out", version)))
+        return float(max(await self._ranks.all("copy_out", version)))
 
     async def push(self, version: int) -> PushReport:
-        reports = await self._all("push", version, lane=self._push_lane)
+        reports = await self._ranks.all("push", version, lane=self._push_lane)
         report: PushReport = reports[0]
         return report
 
     async def score(self, token_ids: Sequence[int]) -> Float32Array:
-        first, *_ = await self._all("score", token_ids)
+        first, *_ = await self._ranks.all("score", token_ids)
         logprobs: Float32Array = first
         return logprobs
 
     async def checksum(self) -> str:
-        sums = await self._all("checksum")
+        sums = await self._ranks.all("checksum")
         return str(sums[0])
 
     async def export(self, folder: Path) -> None:
-        await self._all("export", str(folder))
+        await self._ranks.all("export", str(folder))
 
     async def close(self) -> None:
-        try:
-            async with asyncio.timeout(10):
-                await self._all("close")
-        finally:
-            for actor in self._ranks:
-                ray.kill(actor)
+        await self._ranks.close()
 
     def _check_staleness(self, batch: Batch) -> None:
         bound = self._config.schedule.max_staleness
@@ -228,20 +194,3 @@ class RayLearner:
                     f"{item.meta.uid} (ordinal {item.meta.ordinal}) has lag {lag} in the update of version "
                     f"{batch.version}, schedule.max_staleness = {bound}"
                 )
-
-    async def _all(self, method: str, *args: Any, lane: str | None = None) -> list[Any]:
-        """The method on every rank, in the concurrency group ``lane``, the default one if None."""
-        options = {} if lane is None else {"concurrency_group": lane}
-        calls = (
-            self._call(getattr(actor, method).options(**options).remote(*args), rank)
-            for rank, actor in enumerate(self._ranks)
-        )
-        return await asyncio.gather(*calls)
-
-    async def _call(self, ref: Any, rank: int) -> Any:
-        try:
-            return await ref
-        except RayActorError as error:
-            raise LearnerError(f"learner rank {rank} died: {error}") from error
-        except RayTaskError as error:
-            raise error.as_instanceof_cause() from None

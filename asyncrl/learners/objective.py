@@ -21,12 +21,15 @@ from torch import Tensor
 
 from asyncrl.algorithms.aggregation import AGGREGATIONS, StepCounts
 from asyncrl.algorithms.corrections import CORRECTIONS, CorrectionSettings, effective_sample_size
+from asyncrl.algorithms.kl import KL_ESTIMATORS
 from asyncrl.algorithms.logprobs import token_logprobs
 from asyncrl.algorithms.losses import LossInputs, LossSettings, m2po_limit
 from asyncrl.algorithms.masks import masked
+from asyncrl.algorithms.preferences import weighted_answers
 from asyncrl.algorithms.ratios import log_linear_proximal, log_ratio
 from asyncrl.algorithms.registry import policy_loss
 from asyncrl.config import AlgorithmSection
+from asyncrl.errors import InvariantError
 from asyncrl.learners.collate import MicroBatch
 from asyncrl.types import Metrics
 
@@ -51,11 +54,14 @@ class Objective:
         self._corrected = algorithm.correction != "none"
         self._entropy_coef = algorithm.entropy_coef
         self._m2po_tau = algorithm.m2po_tau if algorithm.loss == "m2po" else None
-        self._loss = policy_loss(algorithm.loss, folder or Path.cwd())
+        self._kl = KL_ESTIMATORS[algorithm.kl_form] if algorithm.kl == "loss" else None
+        # What pairs teach comes as weights of their answers: see ``learners/preferences.py``.
+        pairs = algorithm.learns_from_pairs
+        self._loss = weighted_answers if pairs else policy_loss(algorithm.loss, folder or Path.cwd())
         self._loss_settings = _settings(LossSettings, algorithm)
         self._correction = CORRECTIONS[algorithm.correction]
         self._correction_settings = _settings(CorrectionSettings, algorithm)
-        self._aggregate = AGGREGATIONS[algorithm.aggregation]
+        self._aggregate = AGGREGATIONS["seq-mean-token-sum" if pairs else algorithm.aggregation]
 
     @torch.no_grad()
     def logprobs(self, logits: Tensor, batch: MicroBatch) -> Tensor:
@@ -87,8 +93,12 @@ class Objective:
         counts: StepCounts,
         tally: Tally,
         limit: Tensor | None = None,
+        kl_coef: float = 0.0,
     ) -> Tensor:
-        """The micro-batch's share of the step's loss, a scalar; ``logits`` (N, V)."""
+        """The micro-batch's share of the step's loss, a scalar; ``logits`` (N, V).
+
+        ``kl_coef`` is the factor of the KL to the reference, where that is in the loss.
+        """
         flat, entropy = token_logprobs(
             logits, batch.targets, self._temperature, entropy_gradient=self._entropy_coef > 0
         )  # (N,), (N,)
@@ -112,6 +122,11 @@ class Objective:
         if self._entropy_coef > 0:
             entropies = flat.new_zeros(mask.shape).masked_scatter(mask, entropy)  # (B, T)
             loss = loss - self._entropy_coef * self._aggregate(entropies, mask, counts)
+        if self._kl is not None:
+            kl = self._kl(logprobs, _reference(batch, own), mask)  # (B, T)
+            kl_loss = self._aggregate(kl, mask, counts)
+            loss = loss + kl_coef * kl_loss
+            tally.add(kl_loss=kl_loss, reference_kl=kl.sum())
         with torch.no_grad():
             ratio = torch.where(mask, log_ratio(start, behaviour, mask).exp(), 0.0)
             weights = correction.weights if self._corrected else ratio
@@ -147,6 +162,17 @@ class Objective:
         return behaviour if self._old_logprobs == "behaviour" else log_linear_proximal(own, behaviour, ages)
 
 
+def _reference(batch: MicroBatch, own: Tensor) -> Tensor:
+    """The reference's log-probs, (B, T); only a micro-batch without a token may lack them."""
+    if batch.reference is not None:
+        return batch.reference.to(own.dtype)
+    if len(batch.targets):
+        raise InvariantError(
+            f"{len(batch.targets)} tokens came without the reference's log-probs, which the loss needs"
+        )
+    return own
+
+
 def _settings(kind: type[Settings], algorithm: AlgorithmSection) -> Settings:
     """The constants that the section has under the same names."""
     return kind(**{field.name: getattr(algorithm, field.name) for field in fields(kind)})
@@ -164,7 +190,7 @@ class Tally:
         self._by_age: Tensor | None = None  # (4, ages)
 
     def add(self, **values: Tensor) -> None:
-        """Add to sums by name; every call names the same ones."""
+        """Add to sums by name; every micro-batch names the same ones."""
         for name, value in values.items():
             value = value.detach().to(torch.float64)
             self._sums[name] = self._sums[name] + value if name in self._sums else value
@@ -207,6 +233,13 @@ class Tally:
             "rollout_corr/ess": effective_sample_size(total["weights"], total["squared_weights"], tokens),
             "rollout_corr/clip_fraction": total["capped"] / tokens,
         }
+        if "kl_loss" in total:
+            metrics["actor/kl_loss"] = total["kl_loss"]
+            metrics["actor/reference_kl"] = total["reference_kl"] / tokens
+        if total.get("pairs"):
+            metrics["actor/preference_loss"] = total["preference_loss"] / total["pairs"]
+            metrics["actor/preference_margin"] = total["preference_margin"] / total["pairs"]
+            metrics["actor/preference_accuracy"] = total["preferred"] / total["pairs"]
         if total["fresh_tokens"] > 0:
             metrics["generator/logprob_diff_mean"] = total["fresh_difference"] / total["fresh_tokens"]
             metrics["generator/logprob_diff_max"] = largest["fresh_difference"]

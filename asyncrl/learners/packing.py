@@ -41,20 +41,20 @@ class RankPlan:
 
 
 def plan_step(
-    batch: Batch, ranks: int, micro_batch_tokens: int, mini_batches: int = 1
+    batch: Batch, ranks: int, micro_batch_tokens: int, mini_batches: int = 1, section: str = "learner"
 ) -> tuple[RankPlan, ...]:
     """One plan a rank.
 
     ``mini_batches`` optimizer updates, each of an equal part of the groups in their order; fewer where
     there are fewer groups. In none of them has a rank more than the mean load plus one group's tokens.
-    Raises ConfigError for a sequence
-    that is longer than ``micro_batch_tokens``, and InvariantError for an empty batch.
+    ``section``: that of the config, for messages. Raises ConfigError for a sequence that is longer than
+    ``micro_batch_tokens``, and InvariantError for an empty batch.
     """
     metas = [item.meta for item in batch.items]
     if not metas:
         raise InvariantError(f"the update of version {batch.version} has 0 groups, expected at least 1")
     parts = [
-        _plan_part(metas, range(*cuts), ranks, micro_batch_tokens)
+        _plan_part(metas, range(*cuts), ranks, micro_batch_tokens, section)
         for cuts in pairwise(_cuts(len(metas), min(mini_batches, len(metas))))
     ]
     trajectories = [t for meta in metas for t in meta.trajectories]
@@ -88,13 +88,16 @@ def plan_step(
 
 
 def _plan_part(
-    metas: Sequence[GroupMeta], part: range, ranks: int, micro_batch_tokens: int
+    metas: Sequence[GroupMeta], part: range, ranks: int, micro_batch_tokens: int, section: str
 ) -> tuple[list[tuple[int, ...]], list[MicroBatches]]:
     """For each rank the items of one optimizer update, and their trajectories in micro-batches."""
     owned = [
         tuple(part[i] for i in items) for items in _assign([sum(_lengths(metas[i])) for i in part], ranks)
     ]
-    packed = [_pack([n for i in items for n in _lengths(metas[i])], micro_batch_tokens) for items in owned]
+    packed = [
+        pack_rows([n for i in items for n in _lengths(metas[i])], micro_batch_tokens, section)
+        for items in owned
+    ]
     count = max(len(micro_batches) for micro_batches in packed)
     return owned, [micro_batches + ((),) * (count - len(micro_batches)) for micro_batches in packed]
 
@@ -119,14 +122,17 @@ def _assign(loads: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(items)) for items in owned]
 
 
-def _pack(lengths: Sequence[int], micro_batch_tokens: int) -> MicroBatches:
-    """Rows of like length together, longest first, so that what does not fit fails at once."""
+def pack_rows(lengths: Sequence[int], micro_batch_tokens: int, section: str = "learner") -> MicroBatches:
+    """Rows of like length together, longest first, so that what does not fit fails at once.
+
+    Raises ConfigError for a sequence that is longer than ``micro_batch_tokens``, a key of ``section``.
+    """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if order and lengths[order[0]] > micro_batch_tokens:
         raise ConfigError(
-            f"a sequence has {lengths[order[0]]} tokens, learner.micro_batch_tokens is {micro_batch_tokens}: "
-            f"raise it to at least {lengths[order[0]]}, or lower data.max_prompt_tokens or "
-            "rollout.max_new_tokens"
+            f"a sequence has {lengths[order[0]]} tokens, {section}.micro_batch_tokens is "
+            f"{micro_batch_tokens}: raise it to at least {lengths[order[0]]}, or lower "
+            "data.max_prompt_tokens or rollout.max_new_tokens"
         )
     micro_batches: list[tuple[int, ...]] = []
     start = 0

@@ -30,11 +30,7 @@ def prepare_policy(model: Any, *, checkpointing: bool = False) -> nn.Module:
     """Turn a freshly made causal LM into one that ``selected_logits`` works with."""
     module: nn.Module = model
     module.train()  # gradient checkpointing is off in evaluation mode
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-        if isinstance(getattr(part, "attention_dropout", None), float):
-            part.attention_dropout = 0.0  # type: ignore[assignment]
+    switch_dropout_off(module)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     head = model.get_output_embeddings()
@@ -42,6 +38,15 @@ def prepare_policy(model: Any, *, checkpointing: bool = False) -> nn.Module:
         raise ConfigError(f"model {type(model).__name__} has no output embedding: it is not a causal LM")
     head.register_forward_pre_hook(_select)
     return module
+
+
+def switch_dropout_off(module: nn.Module) -> None:
+    """No dropout anywhere in ``module``, in training mode too."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if isinstance(getattr(part, "attention_dropout", None), float):
+            part.attention_dropout = 0.0  # type: ignore[assignment]
 
 
 def selected_logits(model: Any, input_ids: Tensor, positions: Tensor) -> Tensor:

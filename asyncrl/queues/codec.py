@@ -69,13 +69,7 @@ def encode_group(group: Group) -> bytes:
         "columns": {name: [_COLUMNS[name], len(a), a.view(np.uint8).data] for name, a in columns.items()},
     }
     _check_samples(heads)
-    try:
-        packed: bytes = msgpack.packb(body)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise CodecError(f"group {group.ordinal} cannot be encoded: {error}") from error
-    if len(packed) > MAX_BODY_BYTES:
-        raise CodecError(f"group {group.ordinal} takes {len(packed)} bytes, the limit is {MAX_BODY_BYTES}")
-    return _header(packed) + packed
+    return frame(body, f"group {group.ordinal}")
 
 
 def decode_group(payload: bytes | bytearray | memoryview) -> Group:
@@ -83,10 +77,26 @@ def decode_group(payload: bytes | bytearray | memoryview) -> Group:
 
     CodecError for anything but exactly one whole, undamaged record of this format version.
     """
+    return _decode_document(unframe(payload))
+
+
+def frame(document: Mapping[str, Any], name: str, magic: bytes = MAGIC) -> bytes:
+    """One record of a msgpack map; ``name`` says in a CodecError what could not be encoded."""
+    try:
+        packed: bytes = msgpack.packb(document)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise CodecError(f"{name} cannot be encoded: {error}") from error
+    if len(packed) > MAX_BODY_BYTES:
+        raise CodecError(f"{name} takes {len(packed)} bytes, the limit is {MAX_BODY_BYTES}")
+    return _header(packed, magic) + packed
+
+
+def unframe(payload: bytes | bytearray | memoryview, magic: bytes = MAGIC) -> Any:
+    """What one record holds. CodecError for anything but one whole, undamaged record of this magic."""
     view = memoryview(payload)
     if len(view) < _HEADER.size:
         raise CodecError(f"a record takes at least {_HEADER.size} bytes, found {len(view)}: it was cut off")
-    length, crc = _read_header(bytes(view[: _HEADER.size]), "the record")
+    length, crc = _read_header(bytes(view[: _HEADER.size]), "the record", magic)
     body = view[_HEADER.size :]
     if len(body) != length:
         what = "cut off" if len(body) < length else "followed by something else"
@@ -95,10 +105,9 @@ def decode_group(payload: bytes | bytearray | memoryview) -> Group:
     if found != crc:
         raise CodecError(f"the record's body has CRC-32 {found:#010x}, its header says {crc:#010x}: damaged")
     try:
-        document = msgpack.unpackb(body)
+        return msgpack.unpackb(body)
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise CodecError(f"the record's body is not msgpack: {error}") from error
-    return _decode_document(document)
 
 
 def checksum(payload: bytes | bytearray | memoryview) -> int:
@@ -143,20 +152,20 @@ def read_records(file: BinaryIO) -> Iterator[bytes]:
         offset += len(header) + length
 
 
-def _header(body: bytes) -> bytes:
+def _header(body: bytes, magic: bytes = MAGIC) -> bytes:
     length, crc = len(body), zlib.crc32(body)
-    return _HEADER.pack(MAGIC, FORMAT_VERSION, _header_check(FORMAT_VERSION, length, crc), length, crc)
+    return _HEADER.pack(magic, FORMAT_VERSION, _header_check(FORMAT_VERSION, length, crc), length, crc)
 
 
 def _header_check(version: int, length: int, crc: int) -> int:
     return zlib.crc32(struct.pack("<HII", version, length, crc)) & 0xFFFF
 
 
-def _read_header(header: bytes, where: str) -> tuple[int, int]:
+def _read_header(header: bytes, where: str, magic: bytes = MAGIC) -> tuple[int, int]:
     """Length and CRC-32 of the body that follows."""
-    magic, version, check, length, crc = _HEADER.unpack(header)
-    if magic != MAGIC:
-        raise CodecError(f"{where} starts with {magic!r}, not {MAGIC!r}: it was not written by asyncrl")
+    found, version, check, length, crc = _HEADER.unpack(header)
+    if found != magic:
+        raise CodecError(f"{where} starts with {found!r}, not {magic!r}: it was not written by asyncrl")
     if check != _header_check(version, length, crc):
         raise CodecError(f"the header of {where} is damaged: its check value is {check:#06x}")
     if version != FORMAT_VERSION:

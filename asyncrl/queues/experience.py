@@ -159,7 +159,7 @@ class ExperienceQueue:
 
     @property
     def bytes(self) -> int:
-        """Payload bytes of all ready groups."""
+        """Payload bytes of all ready groups, annotations included."""
         return self._bytes
 
     @property
@@ -203,7 +203,7 @@ class ExperienceQueue:
         self._budget.mark_ready(meta.ordinal)
         self._ready[meta.ordinal] = group
         self._count[group.expiry] = self._count.get(group.expiry, 0) + 1
-        self._bytes += meta.nbytes
+        self._bytes += group.nbytes
         self._put += 1
 
     def take(self) -> list[ReadyGroup] | Shortfall:
@@ -288,5 +288,5 @@ class ExperienceQueue:
         self._count[group.expiry] -= 1
         if not self._count[group.expiry]:
             del self._count[group.expiry]
-        self._bytes -= group.meta.nbytes
+        self._bytes -= group.nbytes
         return group

@@ -29,7 +29,7 @@ from asyncrl.learners.base import RankStep, TrainSample
 from asyncrl.learners.deepspeed import DeepSpeedLearner
 from asyncrl.weight_sync.base import Manifest, plan_buckets
 from asyncrl.weight_sync.verify import state_checksum
-from tests.unit.recorded_batches import MAX_AGE, record_batch, shares
+from tests.unit.recorded_batches import MAX_AGE, record_batch, shares, with_reference, with_values
 
 DEADLINE_S = 300
 SCORED = tuple((5 * i + i * i) % 23 for i in range(30))
@@ -95,7 +95,7 @@ def gradients(at: Rank, splits: list[tuple[int, int]]) -> list[tuple[list[int], 
             full = {spec.name: deepspeed.utils.safe_get_full_grad(parameters[spec.name]) for spec in manifest}
             found.append(([len(rows) for rows in share.micro_batches], to_arrays(full)))
             # Takes the gradient away; a learning rate of 0 leaves the weights as they are.
-            rank._update(0.0)
+            rank._engine.update(0.0)
     return found
 
 
@@ -112,10 +112,32 @@ def algorithm_gradients(
             of_algorithm = []
             for micro_batch_tokens in splits:
                 share = share_of(at, 2, 4, micro_batch_tokens, algorithm.advantage)
+                share = with_values(share) if algorithm.advantage == "gae" else share
                 rank.accumulate(share)
                 full = {s.name: deepspeed.utils.safe_get_full_grad(parameters[s.name]) for s in manifest}
                 of_algorithm.append((len(share.micro_batches), to_arrays(full)))
-                rank._update(0.0)
+                rank._engine.update(0.0)
+            found.append(of_algorithm)
+    return found
+
+
+def reference_gradients(
+    at: Rank, algorithms: list[dict[str, Any]], splits: list[int]
+) -> list[list[tuple[dict[str, float], Arrays]]]:
+    """For each algorithm and micro_batch_tokens: metrics and gradient of a step with a reference."""
+    found = []
+    with learner(replace(at, lr=1e-30)) as (rank, manifest):
+        parameters = dict(rank._engine.module.named_parameters())
+        for values in algorithms:
+            rank._set_algorithm(AlgorithmSection.model_validate(values), TEMPERATURE, MAX_AGE, Path.cwd())
+            of_algorithm = []
+            for micro_batch_tokens in splits:
+                share = with_reference(share_of(at, 2, 4, micro_batch_tokens), values)
+                tally = rank.accumulate(share)
+                metrics = tally.metrics(rank._engine.all_sum, rank._engine.all_max)
+                full = {s.name: deepspeed.utils.safe_get_full_grad(parameters[s.name]) for s in manifest}
+                of_algorithm.append((metrics, to_arrays(full)))
+                rank._engine.update(0.0)
             found.append(of_algorithm)
     return found
 

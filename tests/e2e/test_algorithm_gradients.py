@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.algorithms.names import PRESETS
 from tests.e2e.deepspeed_worker import LENGTH_NORM, TEMPERATURE, algorithm_gradients, run_ranks
 from tests.e2e.tiny_policy import save_tiny_policy
-from tests.unit.recorded_batches import record_batch, shares
+from tests.unit.recorded_batches import gae_by_definition, record_batch, shares, with_values
 
 Weight = Callable[[Tensor, Tensor], Tensor]
 """(pi/b, advantages) of all trained tokens -> what multiplies -A log pi."""
@@ -46,6 +46,7 @@ def m2po(ratio: Tensor, advantages: Tensor) -> Tensor:
 UNCORRECTED = {"correction": "none"}
 ALGORITHMS: list[tuple[dict[str, Any], Weight]] = [
     *(({"preset": preset}, truncated) for preset in PRESETS if preset != "ppo"),
+    ({"preset": "ppo", "gamma": 0.95, "gae_lambda": 0.9}, truncated),
     ({"loss": "topr", **UNCORRECTED}, topr),
     ({"loss": "m2po", "m2po_tau": 0.2, **UNCORRECTED}, m2po),
 ]
@@ -63,7 +64,11 @@ def per_token(values: dict[str, Any], lengths: list[int], advantage: str) -> tup
     (share,) = shares(record_batch(2), 2, 1, 10**6, advantage)
     spread = torch.tensor(lengths)
     advantages = torch.tensor([s.advantage for s in share.samples]).double().repeat_interleave(spread)
-    if advantage == "reinforce_plus_plus":
+    if advantage == "gae":
+        gamma, lam = values["gamma"], values["gae_lambda"]
+        by_sample = [gae_by_definition(s, gamma, lam) for s in with_values(share).samples]
+        advantages = torch.from_numpy(np.concatenate(by_sample))
+    if advantage in ("reinforce_plus_plus", "gae"):
         advantages = (advantages - advantages.mean()) / (advantages.var() + 1e-8).sqrt()
     divisors = {
         "token-mean": torch.full((len(lengths),), float(sum(lengths))),

@@ -17,6 +17,8 @@ from asyncrl.generators.pool import GeneratorPool
 from asyncrl.generators.scripted import ScriptedGenerator
 from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.ledger import Retired
+from asyncrl.roles.annotator import Annotator
+from asyncrl.roles.base import Role
 from asyncrl.rollout import RolloutHost, Score
 from asyncrl.run import make_canary
 from asyncrl.simulate.clock import run_virtual
@@ -110,6 +112,7 @@ def run(
     during: Callable[[Outcome], Any] | None = None,
     controller_class: type[Controller] = Controller,
     spare: Callable[[], ScriptedGenerator] | None = None,
+    roles: Sequence[Role] = (),
 ) -> Outcome:
     """Run to the end, then check what has to hold of every run. ``during`` is awaited beside it.
 
@@ -149,7 +152,10 @@ def run(
             clock=loop.time,
         )
         evaluator = Evaluator(pool, eval_tasks, settings)
-        controller = controller_class(settings, Stream(), pool, learner, publisher, evaluator, log)
+        annotator = Annotator(roles)
+        controller = controller_class(
+            settings, Stream(), pool, learner, publisher, evaluator, log, annotator=annotator
+        )
         log.check = controller.ledger.check
         outcome = Outcome(None, log, learner, generators, controller)  # type: ignore[arg-type]
         beside = asyncio.ensure_future(during(outcome)) if during is not None else None

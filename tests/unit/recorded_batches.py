@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 
 from asyncrl.algorithms.advantages import group_advantages
+from asyncrl.algorithms.names import PREFERENCE_NAMES
+from asyncrl.algorithms.pairs import pair_signs
 from asyncrl.learners.base import RankStep, TrainSample
 from asyncrl.learners.packing import plan_step
 from asyncrl.types import Batch, BatchItem, Group, GroupMeta, Trajectory
@@ -93,3 +98,49 @@ def shares(
         )
         for plan in plan_step(batch, ranks, micro_batch_tokens, mini_batches)
     ]
+
+
+def with_values(share: RankStep) -> RankStep:
+    """The share as a run with a critic has it: a sample's values depend on the sample alone."""
+    samples = []
+    for sample in share.samples:
+        rng = np.random.default_rng([sample.ordinal, sample.trajectory.sample])
+        values = rng.standard_normal(len(sample.trajectory.token_ids)).astype(np.float32)
+        samples.append(replace(sample, values=np.where(sample.trajectory.loss_mask, values, np.nan)))
+    return replace(share, samples=tuple(samples))
+
+
+def gae_by_definition(sample: TrainSample, gamma: float, lam: float) -> np.ndarray:
+    """sum over k of (gamma lam)^k delta(t + k) for each trained token t alone, in float64: (trained,)."""
+    assert sample.values is not None
+    values = sample.values[sample.trajectory.loss_mask].astype(np.float64)
+    following = np.append(values[1:], 0.0)
+    rewards = np.zeros(len(values))
+    rewards[-1:] = sample.advantage
+    deltas = rewards + gamma * following - values
+    return np.array(
+        [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
+    )
+
+
+KL_COEF = 0.7
+"""Large, so that what the KL adds to a gradient is no rounding error."""
+
+
+def with_reference(share: RankStep, algorithm: Mapping[str, Any]) -> RankStep:
+    """The share as a run with a reference has it: a sample's log-probs depend on the sample alone."""
+
+    def referred(sample: TrainSample) -> TrainSample:
+        t = sample.trajectory
+        rng = np.random.default_rng([sample.ordinal, t.sample])
+        noise = 0.3 * rng.standard_normal(len(t.token_ids))
+        return replace(sample, reference=np.where(t.loss_mask, t.logprobs + noise, 0.0).astype(np.float32))
+
+    samples = [referred(sample) for sample in share.samples]
+    if algorithm.get("loss") in PREFERENCE_NAMES:
+        signs: list[float] = []
+        for _, members in groupby(samples, key=lambda sample: sample.ordinal):
+            group = [sample.trajectory for sample in members]
+            signs += pair_signs([t.reward for t in group], [int(t.loss_mask.sum()) for t in group])
+        samples = [replace(s, advantage=sign) for s, sign in zip(samples, signs, strict=True)]
+    return replace(share, samples=tuple(samples), kl_coef=KL_COEF)

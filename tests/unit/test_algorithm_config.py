@@ -24,7 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.plan import algorithm_text
 from tests.unit.test_config import VALUES, errors
 
-RUNNING = sorted(PRESETS.keys() - {"ppo"})
+RUNNING = sorted(PRESETS)
 
 
 def choices(key: str) -> set[str]:
@@ -70,8 +70,6 @@ def test_what_is_set_beside_a_preset_wins() -> None:
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("algorithm.preset=ppo", ["advantage: found 'gae'", "a critic", "set by preset 'ppo'"]),
-        ("algorithm.advantage=gae", ["advantage: found 'gae'", "a critic", "reinforce_plus_plus"]),
         ("algorithm.advantage=remax", ["advantage: found 'remax'", "greedy answer"]),
         ("algorithm.advantage=gpro", ["advantage: found 'gpro'", "grpo", "file.py:function"]),
         ("algorithm.loss=ppo", ["loss: found 'ppo'", "ppo_clip", "file.py:function"]),

@@ -143,7 +143,7 @@ def test_the_learner_loads_a_users_functions_from_its_folder(tmp_path: Path) -> 
         master=("127.0.0.1", 1),
         folder=tmp_path,
     )
-    assert {s.advantage for s in learner._with_advantages(step()[0].samples)} == {7.0}
+    assert {s.advantage for s in learner._with_advantages(step()[0])} == {7.0}
 
 
 # ---------------------------------------------------------------------- the objective

@@ -21,9 +21,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.adaptive import AdaptiveCoefficient
 from asyncrl.algorithms.averaging import update_average
 from asyncrl.algorithms.corrections import CORRECTIONS, CorrectionSettings
-from asyncrl.algorithms.kl import KL_ESTIMATORS, AdaptiveCoefficient, with_kl_penalty
+from asyncrl.algorithms.kl import KL_ESTIMATORS, with_kl_penalty
 from asyncrl.algorithms.losses import LOSSES, LossInputs, LossSettings
 from asyncrl.algorithms.preferences import answer_log_ratio, dpo, ipo, margins, pairs_in_group
 from asyncrl.algorithms.ratios import log_linear_proximal

@@ -11,6 +11,7 @@ from asyncrl.errors import InvariantError, StalenessError
 from asyncrl.learners.base import RankStep, TrainSample
 from asyncrl.learners.collate import collate
 from asyncrl.learners.deepspeed import DeepSpeedLearner
+from asyncrl.learners.masking import check_staleness
 from asyncrl.types import Trajectory
 
 CPU = torch.device("cpu")
@@ -87,8 +88,7 @@ def test_a_token_outside_the_bound_never_gets_past_the_learner(oldest: int, lag:
 def test_a_stale_token_that_is_not_trained_is_none_of_its_business() -> None:
     stale = sample([1], [2, 3], [True, False], [5, 0])
     share = RankStep(version=5, samples=(stale,), micro_batches=((0,),), loss_tokens=1, sequences=1)
-    unstarted = learner(max_staleness=2)
-    unstarted._check_staleness(share)
+    check_staleness(share, 2)
     masked = replace(stale, trajectory=replace(stale.trajectory, loss_mask=np.array([False, True])))
     with pytest.raises(StalenessError):
-        unstarted._check_staleness(replace(share, samples=(masked,)))
+        check_staleness(replace(share, samples=(masked,)), 2)

@@ -48,6 +48,13 @@ def test_chain_sum_differs_from_the_quickstart_in_data_and_reward_alone() -> Non
     assert other == quickstart
 
 
+def test_the_ppo_quickstart_differs_from_the_quickstart_in_algorithm_and_critic_alone() -> None:
+    quickstart, other = blocks("quickstart.yaml"), blocks("quickstart-ppo.yaml")
+    assert (other.pop("algorithm"), "critic" in other) == ({"preset": "ppo"}, True)
+    del other["critic"]
+    assert other == quickstart
+
+
 def test_the_gsm8k_configs_differ_in_the_schedule_alone() -> None:
     overlapped, synchronous = blocks("gsm8k-qwen-async.yaml"), blocks("gsm8k-qwen-sync.yaml")
     assert overlapped.pop("schedule") != synchronous.pop("schedule")

@@ -1,0 +1,269 @@
+"""One rank's training engine on DeepSpeed: its process, its ranks' meeting, its model and optimizer.
+
+Nothing else imports deepspeed. What it does unasked is undone here: it averages gradients over ranks, so
+losses are multiplied by the number of ranks; it counts accumulation steps, so it is told before each
+forward pass whether this is the last; and its float32 stage 0 checks no gradient.
+
+Invariants:
+- Every rank gets the same calls in the same order. One engine a process.
+- An update whose gradient is not finite, on any rank, is skipped on every rank: parameters and optimizer
+  state keep their bits.
+- The learning rate is that of the call; the engine holds no schedule.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from asyncrl.config import Dtype
+from asyncrl.errors import ConfigError
+
+_LARGEST_BUCKET = 500_000_000
+"""DeepSpeed's own default for reduce and all-gather buckets, in elements."""
+_SHARED_MEMORY_OP = "deepspeed_shm_comm"
+
+
+class EngineSettings(Protocol):
+    """What a section of the config says of its ranks' engines; ``LearnerSection`` documents each."""
+
+    @property
+    def zero_stage(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def betas(self) -> tuple[float, float]: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def max_grad_norm(self) -> float: ...
+    @property
+    def start_timeout_s(self) -> float: ...
+    @property
+    def step_timeout_s(self) -> float: ...
+
+
+class TrainingEngine:
+    """A model that is trained by its ranks together: ``prepare``, then ``build``, then the rest.
+
+    ``section`` is the settings' name in the config, for messages. ``master`` is host and port where the
+    ranks meet; rank 0 listens there, on that address alone. Raises ConfigError for a device that is not
+    there.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        section: str,
+        *,
+        dtype: Dtype,
+        rank: int,
+        world_size: int,
+        master: tuple[str, int],
+        deterministic: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._settings = settings
+        self._section = section
+        self._dtype = dtype
+        self._master = master
+        self._deterministic = deterministic
+        self.device = torch.device(self._pick_device())
+        self._engine: Any = None
+
+    def prepare(self) -> None:
+        """Make the process ready; before the model is loaded."""
+        torch.set_num_threads(self._settings.threads)
+        if self.device.type == "cpu":
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        if self._deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def build(self, model: nn.Module) -> None:
+        """Meet the other ranks, and take the model over; collective."""
+        import deepspeed
+
+        self._join_ranks()
+        config = self._engine_config(sum(p.numel() for p in model.parameters()))
+        self._engine, _, _, _ = deepspeed.initialize(model=model, config=config)
+
+    @property
+    def module(self) -> Any:
+        """The model itself."""
+        return self._engine.module
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's optimizer, or the plain one where it wraps none around it."""
+        return self._engine.optimizer
+
+    def __call__(self, **inputs: Any) -> Any:
+        """A forward pass; collective for ZeRO-3."""
+        return self._engine(**inputs)
+
+    def accumulate(self, *, last: bool) -> None:
+        """Before the forward pass of each micro-batch: whether it is the update's last."""
+        self._engine.set_gradient_accumulation_boundary(last)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of one micro-batch: this rank's share of the update's loss, a scalar."""
+        self._engine.backward(loss * self.world_size)
+
+    def update(self, lr: float) -> tuple[float, bool]:
+        """Apply the gradient; its norm before clipping, and whether it was skipped; collective."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        if self._clips_itself:
+            gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            if not norm.isfinite():
+                self._engine.zero_grad()
+                return norm.item(), True
+            parameters = self._engine.module.parameters()
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._settings.max_grad_norm, norm)
+            self._engine.step()
+            return norm.item(), False
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm()), not self._engine.was_step_applied()
+
+    @contextmanager
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Whole parameters inside the block; collective for ZeRO-3, nothing to do below."""
+        if self._settings.zero_stage < 3:
+            yield
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(parameters)):
+            yield
+
+    def all_sum(self, values: Tensor) -> None:
+        """Sum over the ranks, in place; collective."""
+        if self.world_size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.SUM)
+
+    def all_max(self, values: Tensor) -> None:
+        """Maximum over the ranks, in place; collective."""
+        if self.world_size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """The values of all ranks, (N,) each, any N: one tensor, padded with infinity; collective."""
+        if self.world_size == 1:
+            return values
+        longest = torch.tensor(len(values), device=self.device)
+        self.all_max(longest)
+        padded = values.new_full((int(longest),), torch.inf)
+        padded[: len(values)] = values
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded)
+        return torch.cat(parts)
+
+    def close(self) -> None:
+        """Leave the process group. Safe to call twice."""
+        if self._engine is not None:
+            self._engine.destroy()
+            self._engine = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def _clips_itself(self) -> bool:
+        """Without ZeRO and in float32, DeepSpeed wraps the optimizer in nothing that checks it."""
+        return self._settings.zero_stage == 0 and self._dtype == "float32"
+
+    def _pick_device(self) -> str:
+        wanted = self._settings.device
+        if wanted == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        if wanted == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                f"{self._section}.device is cuda, but torch finds 0 CUDA devices: use auto or cpu"
+            )
+        return wanted
+
+    def _join_ranks(self) -> None:
+        import deepspeed
+
+        host, port = self._master
+        timeout = timedelta(seconds=self._settings.start_timeout_s)
+        # Bound by us to that one address: left to itself the store listens on every interface.
+        listener = socket.create_server((host, port)).detach() if self.rank == 0 else None
+        store = TCPStore(
+            host,
+            port,
+            is_master=self.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+            use_libuv=True,
+        )
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        step_timeout = timedelta(seconds=self._settings.step_timeout_s)
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.world_size, timeout=step_timeout
+        )
+        os.environ.update(
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.world_size),
+            # One visible device a rank: placement sees to that.
+            LOCAL_RANK="0",
+            MASTER_ADDR=host,
+            MASTER_PORT=str(port),
+        )
+        # An all-reduce for inference that is compiled on first use, for a minute or more, and that
+        # training never calls.
+        deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+    def _engine_config(self, parameters: int) -> dict[str, Any]:
+        settings = self._settings
+        bucket = min(_LARGEST_BUCKET, max(parameters, 1))
+        config: dict[str, Any] = {
+            "train_batch_size": self.world_size,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0 if self._clips_itself else settings.max_grad_norm,
+            "steps_per_print": 2**60,
+            "optimizer": {
+                "type": "AdamW",
+                "params": {
+                    "lr": settings.lr,
+                    "betas": list(settings.betas),
+                    "eps": settings.eps,
+                    "weight_decay": settings.weight_decay,
+                    "torch_adam": True,
+                },
+            },
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {
+                "stage": settings.zero_stage,
+                # Buffers of this many elements are allocated whole: no larger than the model.
+                "reduce_bucket_size": bucket,
+                "allgather_bucket_size": bucket,
+                "overlap_comm": self.device.type == "cuda",
+            },
+        }
+        if self._dtype == "bfloat16":
+            config["bf16"] = {"enabled": True}
+            # Micro-batches add up in float32, which DeepSpeed offers from stage 1 on.
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+            config["zero_optimization"]["stage"] = max(settings.zero_stage, 1)
+        return config

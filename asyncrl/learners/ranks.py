@@ -1,0 +1,83 @@
+"""Ray actors that are the ranks of one engine: the same calls in the same order, and one error for a death.
+
+Invariants:
+- A rank that fails fails the call; a dead one is a LearnerError that names it.
+- Calls go to all ranks with nothing awaited in between, so that no two calls reach two ranks in two orders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from asyncrl.errors import LearnerError
+
+_CLOSE_S = 10.0
+
+
+def free_port(host: str) -> int:
+    """A port of ``host`` that nothing listens on."""
+    with socket.create_server((host, 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class RayRanks:
+    """``actors`` in the order of their ranks; ``name`` is their section of the config.
+
+    Every actor has ``free_port()``, ``start(port)`` and ``close()``.
+    """
+
+    def __init__(self, name: str, actors: Sequence[Any]) -> None:
+        self.actors = tuple(actors)
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    async def start(self, timeout_s: float) -> list[Any]:
+        """Have the ranks load and meet; what each ``start`` returned. LearnerError after ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                port = await self.call(self.actors[0].free_port.remote(), 0)
+                return await self.all("start", port)
+        except TimeoutError:
+            raise LearnerError(
+                f"{len(self)} {self._name} ranks did not start in {self._name}.start_timeout_s = "
+                f"{timeout_s:g} s"
+            ) from None
+
+    async def all(self, method: str, *args: Any, lane: str | None = None) -> list[Any]:
+        """The method on every rank, in the concurrency group ``lane``, the default one if None."""
+        options = {} if lane is None else {"concurrency_group": lane}
+        refs = [getattr(actor, method).options(**options).remote(*args) for actor in self.actors]
+        return await asyncio.gather(*(self.call(ref, rank) for rank, ref in enumerate(refs)))
+
+    async def each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """The method on every rank, with arguments of its own."""
+        refs = [
+            getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments, strict=True)
+        ]
+        return await asyncio.gather(*(self.call(ref, rank) for rank, ref in enumerate(refs)))
+
+    async def call(self, ref: Any, rank: int) -> Any:
+        """What a call of one rank returned."""
+        try:
+            return await ref
+        except RayActorError as error:
+            raise LearnerError(f"{self._name} rank {rank} died: {error}") from error
+        except RayTaskError as error:
+            raise error.as_instanceof_cause() from None
+
+    async def close(self) -> None:
+        """End all ranks: in good order if they can within seconds, by force in any case."""
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self.all("close")
+        finally:
+            for actor in self.actors:
+                ray.kill(actor)

@@ -1,0 +1,1 @@
+"""Roles: actors beside generators and learner that compute something about each group as it lands."""

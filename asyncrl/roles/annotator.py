@@ -1,0 +1,65 @@
+"""All roles of a run, as rollouts see them: one await between a group's landing and the queue.
+
+Invariants:
+- All roles work on a group at the same time; it goes on with one annotation of each, in their order.
+- ``timing_s/annotate_wait`` is time that a step would not have taken had annotations taken none: from the
+  moment at which the last group of its batch was back from its generator until it had the batch,
+  as far as the learner was waiting then. 0: all of it was hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl.roles.base import Role
+from asyncrl.types import Annotation, GroupMeta, Metrics, ReadyGroup
+
+
+class Annotator:
+    """Has ``roles`` annotate what lands. Without any, everything here is free and says nothing."""
+
+    def __init__(self, roles: Sequence[Role]) -> None:
+        self._roles = tuple(roles)
+        self._seconds = {role.name: 0.0 for role in self._roles}
+        self._waited_s = 0.0
+
+    async def start(self) -> None:
+        """Start all roles at once; the first that cannot start ends it."""
+        async with asyncio.TaskGroup() as group:
+            for role in self._roles:
+                group.create_task(role.start(), name=f"start {role.name}")
+
+    async def annotate(self, meta: GroupMeta, payload: Any) -> tuple[Annotation, ...]:
+        """One annotation of each role. Raises the error of the first role that fails."""
+        if not self._roles:
+            return ()
+        tasks = [asyncio.ensure_future(role.annotate(meta, payload)) for role in self._roles]
+        try:
+            annotations = tuple(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for annotation in annotations:
+            self._seconds[annotation.meta.role] += annotation.meta.seconds
+        return annotations
+
+    def waited(self, groups: Sequence[ReadyGroup], start: float, end: float) -> None:
+        """The learner waited from ``start`` to ``end`` for this batch."""
+        if self._roles and groups:
+            self._waited_s += end - max(start, *(group.landed_at for group in groups))
+
+    def take_metrics(self) -> Metrics:
+        """Seconds since the last call: of each role's own work, summed over its actors; of waiting."""
+        if not self._roles:
+            return {}
+        metrics = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+        metrics["timing_s/annotate_wait"] = self._waited_s
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self._waited_s = 0.0
+        return metrics
+
+    async def close(self) -> None:
+        await asyncio.gather(*(role.close() for role in self._roles), return_exceptions=True)

@@ -1,0 +1,129 @@
+"""Several equal actors as one ``Role``: who takes which group, and what happens when one dies.
+
+Invariants:
+- Members have at most ``_CALLS_A_MEMBER`` groups each, so that a group is given out late, to whoever is
+  free; the others wait here, in the order in which they landed.
+- A member that died, broke or did not answer in ``timeout_s`` is killed and replaced, once, by the first
+  of its callers to hear of it; the group is tried once more. A second failure ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.errors import RoleError
+from asyncrl.roles.base import RoleMember
+from asyncrl.types import Annotation, GroupMeta
+
+log = logging.getLogger(__name__)
+
+_CALLS_A_MEMBER = 2
+"""One that is computed, and one whose payload is fetched meanwhile."""
+
+
+@dataclass(eq=False, slots=True)
+class _Seat:
+    """A member's place, which another takes after its death."""
+
+    member: RoleMember
+    calls: int = 0
+    repair: asyncio.Task[None] | None = None
+    """Puts another member into the seat; there from a death on until that has started."""
+
+
+class RoleGroup:
+    """``members`` under one name. ``restart`` makes another member of a name; without it death is final.
+
+    ``timeout_s`` bounds one call, ``setting`` names the config key that it comes from.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        members: Sequence[RoleMember],
+        *,
+        restart: Callable[[str], RoleMember] | None,
+        timeout_s: float,
+        setting: str,
+    ) -> None:
+        self.name = name
+        self.restarts = 0
+        self._seats = [_Seat(member) for member in members]
+        self._restart = restart
+        self._timeout_s = timeout_s
+        self._setting = setting
+        self._free = asyncio.Semaphore(_CALLS_A_MEMBER * len(self._seats))
+
+    @property
+    def members(self) -> list[RoleMember]:
+        return [seat.member for seat in self._seats]
+
+    async def start(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for member in self.members:
+                group.create_task(member.start(), name=f"start {member.name}")
+
+    async def annotate(self, meta: GroupMeta, payload: Any) -> Annotation:
+        async with self._free:
+            for seat in self._seats:
+                if seat.repair is not None and seat.repair.done():
+                    seat.repair.result()  # it failed, and whoever waited for it was cancelled
+            try:
+                return await self._try(meta, payload)
+            except RoleError as error:
+                log.warning("%s is annotated once more: %s", meta.uid, error)
+            return await self._try(meta, payload)
+
+    async def _try(self, meta: GroupMeta, payload: Any) -> Annotation:
+        """One try on the member with the fewest calls; it is replaced where it fails."""
+        seat = min(self._seats, key=lambda s: (s.repair is not None, s.calls))
+        seat.calls += 1
+        try:
+            if seat.repair is not None:
+                await asyncio.shield(seat.repair)
+            member = seat.member
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    return await member.annotate(meta, payload)
+            except TimeoutError:
+                error = RoleError(
+                    f"{member.name} did not annotate {meta.uid} in {self._setting} = {self._timeout_s:g} s"
+                )
+            except RoleError as found:
+                error = found
+            await self._give_up(seat, member, error)
+            raise error
+        finally:
+            seat.calls -= 1
+
+    async def _give_up(self, seat: _Seat, member: RoleMember, error: RoleError) -> None:
+        """See to it that another member takes the seat, once for all of its callers, and wait for that."""
+        if seat.member is member and seat.repair is None:
+            if self._restart is None:
+                raise RoleError(f"what {member.name} held is lost with it, and the run with that: {error}")
+            # A task of its own: a caller whose group is dropped must not leave the seat empty.
+            seat.repair = asyncio.create_task(self._replace(seat), name=f"restart {member.name}")
+        if seat.repair is not None:
+            await asyncio.shield(seat.repair)
+
+    async def _replace(self, seat: _Seat) -> None:
+        assert self._restart is not None
+        await seat.member.kill()
+        seat.member = self._restart(seat.member.name)
+        await seat.member.start()
+        self.restarts += 1
+        log.warning("%s was restarted", seat.member.name)
+        seat.repair = None
+
+    async def close(self) -> None:
+        """End all members: those that live in good order, the others by force."""
+        repairs = [seat.repair for seat in self._seats if seat.repair is not None]
+        for repair in repairs:
+            repair.cancel()
+        await asyncio.gather(*repairs, return_exceptions=True)
+        ends = (s.member.close() if s.repair is None else s.member.kill() for s in self._seats)
+        await asyncio.gather(*ends, return_exceptions=True)
