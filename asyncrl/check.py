@@ -74,8 +74,8 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
 def require_cores(config: Config) -> None:
     """Raise PlacementError if a core that is to be pinned to is not there for this process."""
     if not hasattr(os, "sched_getaffinity"):
-        sections = (config.generators, config.learner, *config.roles.values())
-        asked = [s for s in sections if s.cpu_cores is not None]
+        roles = (role.cpu_cores for role in config.roles.values())
+        asked = [c for c in (config.generators.cpu_cores, config.learner.cpu_cores, *roles) if c is not None]
         if asked:
             raise PlacementError("cpu_cores: this system cannot pin processes to cores; set it to null")
         return

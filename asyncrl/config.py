@@ -547,7 +547,8 @@ class CriticSection(Section):
     start_timeout_s: PositiveFloat = 300.0
     """Seconds that the ranks may take to load the model and find each other."""
     step_timeout_s: PositiveFloat = 1800.0
-    """Seconds that the values of one group, or one update, may take."""
+    """Seconds that the values of one group may take, with an update that it has to wait for; an update of
+    its own ends with that of the policy, in ``learner.step_timeout_s``."""
 
     @property
     def actors(self) -> tuple[str, int]:

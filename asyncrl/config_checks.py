@@ -104,7 +104,7 @@ def _kl(algorithm: AlgorithmSection) -> list[str]:
         )
     elif algorithm.kl_target is not None and algorithm.kl_coef == 0:
         problems.append(
-            f"kl_coef: found 0 with kl_target {algorithm.kl_target:g}, which multiplies it by steps; expected "
+            f"kl_coef: found 0 with kl_target {algorithm.kl_target:g}, which can only multiply it; expected "
             "more than 0"
         )
     return problems

@@ -128,7 +128,9 @@ class DeepSpeedCritic:
         engine, lr = self._engine, self._settings.lr
         estimates = gae_estimates(share.samples, self._gamma, self._lambda, share.kl_coef)
         explained = explained_variance(
-            *(part.to(engine.device) for part in (estimates.values, estimates.returns, estimates.mask)),
+            estimates.values.to(engine.device),
+            estimates.returns.to(engine.device),
+            estimates.mask.to(engine.device),
             engine.all_sum,
         )
         updates = (share.mini_batches or (share.whole,)) * self._epochs

@@ -128,6 +128,7 @@ class RayCritic:
         return Annotation(metas[0], refs[0][1])
 
     async def step(self, batch: Batch) -> StepResult:
+        """One update on all ranks; whoever awaits it holds the deadline."""
         settings = self._config.critic
         plans = plan_step(
             batch,

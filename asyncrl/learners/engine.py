@@ -235,7 +235,8 @@ class TrainingEngine:
 
     def _engine_config(self, parameters: int) -> dict[str, Any]:
         settings = self._settings
-        bucket = min(_LARGEST_BUCKET, max(parameters, 1))
+        # Even, as DeepSpeed wants it: a value head makes the number of parameters odd.
+        bucket = min(_LARGEST_BUCKET, parameters + parameters % 2)
         config: dict[str, Any] = {
             "train_batch_size": self.world_size,
             "train_micro_batch_size_per_gpu": 1,

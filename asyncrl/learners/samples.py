@@ -86,7 +86,8 @@ def _with_annotation(samples: list[TrainSample], payload: bytes, what: str) -> I
     if unknown:
         raise LearnerError(f"{what} holds {sorted(unknown)}, expected {sorted(ANNOTATED)} alone")
     for i, sample in enumerate(samples):
-        yield replace(sample, **{name: column[i] for name, column in arrays.items()})
+        found: dict[str, Any] = {name: column[i] for name, column in arrays.items()}
+        yield replace(sample, **found)
 
 
 def _checked(payload: bytes, expected: int, what: str) -> bytes:

@@ -15,7 +15,15 @@ from asyncrl.algorithms.advantages import ADVANTAGES, UNBASELINED
 from asyncrl.algorithms.aggregation import AGGREGATIONS
 from asyncrl.algorithms.corrections import CORRECTIONS
 from asyncrl.algorithms.losses import LOSSES, LossInputs, LossSettings
-from asyncrl.algorithms.names import ADVANTAGE_NAMES, COMPARING, CORRECTING, LOSS_NAMES, PRESETS
+from asyncrl.algorithms.names import (
+    ADVANTAGE_NAMES,
+    COMPARING,
+    CORRECTING,
+    KL_ESTIMATOR_NAMES,
+    LOSS_NAMES,
+    PREFERENCE_NAMES,
+    PRESETS,
+)
 from asyncrl.algorithms.registry import policy_loss, user_advantage
 from asyncrl.check import require_algorithm
 from asyncrl.config import AlgorithmSection
@@ -212,7 +220,14 @@ def test_the_functions_in_the_docs_work(tmp_path: Path) -> None:
 
 def test_the_docs_name_everything_there_is() -> None:
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-    for name in (*ADVANTAGE_NAMES, *LOSS_NAMES, *CORRECTIONS, *PRESETS):
+    for name in (
+        *ADVANTAGE_NAMES,
+        *LOSS_NAMES,
+        *PREFERENCE_NAMES,
+        *KL_ESTIMATOR_NAMES,
+        *CORRECTIONS,
+        *PRESETS,
+    ):
         assert f"`{name}`" in text
     for preset, values in PRESETS.items():
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{preset}` | ") and ":" in line]

@@ -26,7 +26,8 @@ from asyncrl.algorithms.averaging import update_average
 from asyncrl.algorithms.corrections import CORRECTIONS, CorrectionSettings
 from asyncrl.algorithms.kl import KL_ESTIMATORS, with_kl_penalty
 from asyncrl.algorithms.losses import LOSSES, LossInputs, LossSettings
-from asyncrl.algorithms.preferences import answer_log_ratio, dpo, ipo, margins, pairs_in_group
+from asyncrl.algorithms.pairs import pairs_in_group
+from asyncrl.algorithms.preferences import answer_log_ratio, dpo, ipo, margins
 from asyncrl.algorithms.ratios import log_linear_proximal
 from asyncrl.algorithms.returns import discounted_returns, gae, outcome_rewards
 from asyncrl.algorithms.shaping import RewardShaping, overlong

@@ -184,7 +184,7 @@ def test_rewards_by_token_lose_the_kl_where_it_arises() -> None:
         following, last = 0.0, True
         for t in reversed(np.flatnonzero(sample.trajectory.loss_mask)):
             following = (sample.advantage if last else 0.0) - 0.3 * sample.kl[t] + gamma * following
-            returns[row, t], mask[row, t], last = following, True, False
+            returns[row, t], mask[row, t], last = float(following), True, False
     expected = whiten(returns, mask)
     for row, sample in enumerate(found):
         n = len(sample.token_advantages)
