@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -141,6 +142,8 @@ class VLLMEngine:
         engine, self._engine = self._engine, None
         if engine is not None:
             await asyncio.to_thread(engine.shutdown, _CLOSE_TIMEOUT_S)
+            del engine
+            gc.collect()  # it is part of cycles, and its end fails in an interpreter that ends
 
     def _end(self, why: str) -> None:
         """Everything that waits, and all that comes, fails from now on."""

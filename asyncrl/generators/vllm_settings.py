@@ -54,6 +54,8 @@ def environment(settings: VLLMSettings, inherited: Mapping[str, str]) -> dict[st
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # Its warnings at each start are of options that we chose: set this to see them.
         "VLLM_LOGGING_LEVEL": inherited.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        # torch's own are of how vLLM binds memory, and of connections that end with a run.
+        "TORCH_CPP_LOG_LEVEL": inherited.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "VLLM_NO_USAGE_STATS": inherited.get("VLLM_NO_USAGE_STATS", "1"),
         "VLLM_CPU_OMP_THREADS_BIND": _bindings(settings, inherited),
         "OMP_NUM_THREADS": str(settings.threads),

@@ -177,7 +177,7 @@ def test_rewards_by_token_lose_the_kl_where_it_arises() -> None:
         return replace(sample, kl=np.where(mask, rng.standard_normal(len(mask)), 0.0).astype(np.float32))
 
     samples = tuple(map(penalised, share.samples))
-    found = batch_wide(samples, name, gamma, lambda _: None, CPU, 0.3)
+    found = batch_wide(samples, name, gamma, lambda _: None, CPU, kl_coef=0.3)
     width = max(len(s.trajectory.token_ids) for s in samples)
     returns, mask = torch.zeros(len(samples), width), torch.zeros(len(samples), width, dtype=torch.bool)
     for row, sample in enumerate(samples):
@@ -189,7 +189,7 @@ def test_rewards_by_token_lose_the_kl_where_it_arises() -> None:
     for row, sample in enumerate(found):
         n = len(sample.token_advantages)
         np.testing.assert_allclose(sample.token_advantages, expected[row, :n], atol=1e-5)
-    plain = batch_wide(share.samples, name, gamma, lambda _: None, CPU, 0.3)
+    plain = batch_wide(share.samples, name, gamma, lambda _: None, CPU, kl_coef=0.3)
     assert not np.allclose(plain[0].token_advantages, found[0].token_advantages, atol=1e-2)
 
 
