@@ -31,6 +31,7 @@ from asyncrl.config_checks import (
     source_problems,
 )
 from asyncrl.generators.vllm_options import worker_count
+from asyncrl.learners.layout import Layout
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Dtype = Literal["float32", "bfloat16"]
@@ -418,6 +419,12 @@ class LearnerSection(Section):
     """Cores to pin the ranks to, dealt out in turn; null: unpinned."""
     micro_batch_tokens: PositiveInt = 4096
     """Tokens in one forward pass, padding included."""
+    packing: bool = False
+    """Several answers in a row without padding, each attending to itself alone. Checked at the start: models
+    whose layers carry a state from token to token, or do not look at positions, cannot."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """The learner's implementation; auto: the model's own choice. With ``packing`` and flash_attention_2 (a
+    GPU, bfloat16, and the package flash-attn) a micro-batch is a single row."""
     lr: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -463,6 +470,13 @@ class WeightSyncSection(Section):
     def bucket_bytes(self) -> int:
         """Bytes that travel in one broadcast."""
         return int(self.bucket_mb * 2**20)
+
+    @property
+    def layout(self) -> Layout:
+        """How a micro-batch is laid out."""
+        if not self.packing:
+            return "padded"
+        return "one_row" if self.attention == "flash_attention_2" else "packed"
 
 
 class PlacementSection(Section):

@@ -264,6 +264,17 @@ def _other(config: Config) -> list[str]:
             f"learner.warmup_steps: found {config.learner.warmup_steps}; expected at most run.steps = "
             f"{config.run.steps}"
         )
+    attention = config.learner.attention
+    if attention == "flash_attention_2" and config.model.dtype == "float32":
+        problems.append(
+            "learner.attention: found 'flash_attention_2' with model.dtype 'float32'; expected model.dtype "
+            "bfloat16, or another implementation"
+        )
+    elif attention == "flash_attention_2" and config.run.deterministic:
+        problems.append(
+            "learner.attention: found 'flash_attention_2' with run.deterministic true, whose gradients "
+            "differ from run to run; expected sdpa or eager"
+        )
     names = [f.name for f in config.reward.functions if f.name is not None]
     for name in sorted({n for n in names if names.count(n) > 1}):
         problems.append(

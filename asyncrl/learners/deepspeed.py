@@ -43,9 +43,10 @@ from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
 from asyncrl.errors import ConfigError, StalenessError
 from asyncrl.learners.advantages import batch_wide, from_user
 from asyncrl.learners.base import LearnerInfo, MiniBatch, RankStep, StepResult, TrainSample
-from asyncrl.learners.collate import collate
+from asyncrl.learners.collate import MicroBatch, collate
 from asyncrl.learners.masking import mask_stale
 from asyncrl.learners.objective import Objective, Tally
+from asyncrl.learners.packed import require_exact_packing
 from asyncrl.learners.policy import load_policy, manifest_of, selected_logits
 from asyncrl.learners.schedule import learning_rate
 from asyncrl.types import Float32Array, Metrics, token_lag
@@ -121,11 +122,14 @@ class DeepSpeedLearner:
             dtype=getattr(torch, self._model_section.dtype),
             trust_remote_code=self._model_section.trust_remote_code,
             checkpointing=self._settings.gradient_checkpointing,
+            attention=None if self._settings.attention == "auto" else self._settings.attention,
         )
         self._manifest = manifest_of(model)
         self._join_ranks()
         self._engine = self._build_engine(model)
         self._parameters = dict(self._engine.module.named_parameters())
+        if self._settings.packing:
+            require_exact_packing(self._engine, self._model_section.dtype, self._device)
         count = sum(spec.numel for spec in self._manifest)
         log.info("learner rank %d of %d: %d parameters", self._rank, self._world_size, count)
         return LearnerInfo(manifest=self._manifest, parameters=count)
@@ -186,11 +190,18 @@ class DeepSpeedLearner:
         limit = self._limit(samples, update, version) if self._objective.needs_preview else None
         last = len(update.micro_batches) - 1
         for i, rows in enumerate(update.micro_batches):
-            batch = collate([samples[row] for row in rows], version, self._device)
+            batch = self._collate([samples[row] for row in rows], version)
             self._engine.set_gradient_accumulation_boundary(i == last)
-            logits = selected_logits(self._engine, batch.input_ids, batch.positions)
+            logits = self._logits(batch)
             loss = self._objective(logits, batch, counts, tally, limit)
             self._engine.backward(loss * self._world_size)
+
+    def _collate(self, samples: Sequence[TrainSample], version: int) -> MicroBatch:
+        return collate(samples, version, self._device, self._settings.layout)
+
+    def _logits(self, batch: MicroBatch) -> Tensor:
+        """(N, V); collective."""
+        return selected_logits(self._engine, batch.input_ids, batch.positions, batch.position_ids)
 
     def _with_advantages(self, samples: tuple[TrainSample, ...]) -> tuple[TrainSample, ...]:
         """The samples with what the learner has to add to their advantages; collective."""
@@ -203,8 +214,8 @@ class DeepSpeedLearner:
         """The samples with the log-probs of the policy as it is now; collective."""
         found = list(samples)
         for rows in share.micro_batches:
-            batch = collate([samples[row] for row in rows], share.version, self._device)
-            logits = selected_logits(self._engine, batch.input_ids, batch.positions)
+            batch = self._collate([samples[row] for row in rows], share.version)
+            logits = self._logits(batch)
             logprobs = self._objective.logprobs(logits, batch).to("cpu", torch.float32).numpy()  # (B, T)
             for row, of_row in zip(rows, logprobs, strict=False):
                 length = len(samples[row].trajectory.token_ids)
@@ -216,8 +227,8 @@ class DeepSpeedLearner:
         """What a loss that looks at all tokens of an update has to know of them; collective."""
         previews = []
         for rows in update.micro_batches:
-            batch = collate([samples[row] for row in rows], version, self._device)
-            logits = selected_logits(self._engine, batch.input_ids, batch.positions)
+            batch = self._collate([samples[row] for row in rows], version)
+            logits = self._logits(batch)
             previews.append(self._objective.preview(logits, batch))
         return self._objective.limit(self._all_gather(torch.cat(previews)))
 

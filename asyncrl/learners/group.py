@@ -176,6 +176,7 @@ class RayLearner:
             len(self._ranks),
             self._config.learner.micro_batch_tokens,
             self._config.algorithm.mini_batches,
+            self._config.learner.layout,
         )
         calls = []
         for rank, (actor, plan) in enumerate(zip(self._ranks, plans, strict=True)):

@@ -8,6 +8,7 @@ import numpy as np
 
 from asyncrl.algorithms.advantages import group_advantages
 from asyncrl.learners.base import RankStep, TrainSample
+from asyncrl.learners.layout import Layout
 from asyncrl.learners.packing import plan_step
 from asyncrl.types import Batch, BatchItem, Group, GroupMeta, Trajectory
 
@@ -73,6 +74,7 @@ def shares(
     micro_batch_tokens: int,
     advantage: str = "grpo",
     mini_batches: int = 1,
+    layout: Layout = "padded",
 ) -> list[RankStep]:
     """What each rank is asked to train."""
     batch = batch_of(groups, version, advantage)
@@ -91,5 +93,5 @@ def shares(
             sequences=plan.sequences,
             mini_batches=plan.mini_batches,
         )
-        for plan in plan_step(batch, ranks, micro_batch_tokens, mini_batches)
+        for plan in plan_step(batch, ranks, micro_batch_tokens, mini_batches, layout)
     ]

@@ -79,6 +79,7 @@ def test_what_is_set_beside_a_preset_wins() -> None:
         ("algorithm.icepop_low=6", ["icepop_low: found 6", "less than icepop_high = 5"]),
         ("algorithm.mask_high=0.1", ["mask_low: found 0.5", "less than mask_high = 0.1"]),
         ("algorithm.reward_clip=[1,-1]", ["reward_clip: found 1", "-1"]),
+        ("learner.attention=flash_attention_2", ["learner.attention: found", "float32", "bfloat16"]),
         ("algorithm.mini_batches=9", ["groups_per_step: found 8", "1 * 9 = 9"]),
         ("algorithm.preset=drgrpo", ["preset: found 'drgrpo'", "'dr_grpo'"]),
     ],
