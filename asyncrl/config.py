@@ -224,6 +224,11 @@ class RewardFunctionSection(Section):
     name: str | None = None
     """Name in the metrics; null: the function's."""
 
+    @property
+    def label(self) -> str:
+        """Name in the metrics, and in the rewards of a trajectory."""
+        return self.name or self.path.rpartition(":")[2]
+
     @model_validator(mode="before")
     @classmethod
     def _from_path(cls, value: Any) -> Any:
@@ -248,8 +253,9 @@ class AlgorithmSection(Section):
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "rloo", "reinforce_plus_plus"] = "grpo"
     """Named set of defaults for this section; what is set beside it wins."""
     advantage: str = "grpo"
-    """grpo, dr_grpo, rloo, opo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, or a
-    function of your own: ``package.module:function`` or ``file.py:function``."""
+    """grpo, dr_grpo, rloo, opo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, remax (one
+    more answer a prompt, sampled greedily), or a function of your own: ``package.module:function`` or
+    ``file.py:function``."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Discount a token of the reward at the answer's end, under reinforce_plus_plus."""
     loss: str = "ppo_clip"
@@ -312,6 +318,12 @@ class AlgorithmSection(Section):
     reward_clip: tuple[float, float] | None = None
     """Lower and upper bound of a reward, before penalties for length; null: none. Advantages alone see
     it, as they do the penalties below: logs and ledger keep rewards as they were scored."""
+    reward_normalisation: Literal["none", "batch", "running"] = "none"
+    """Shaped rewards less their mean and over their deviation, before the group's baseline: those of the
+    step's samples, or of all samples that were trained on so far."""
+    objectives: Literal["sum", "normalised"] = "sum"
+    """Several reward functions: their weighted sum is the reward, or grpo's advantage is taken of each by
+    itself and these are summed by weight (GDPO). Penalties for length are one more, of weight 1."""
     length_penalty: NonNegativeFloat = 0.0
     """Taken off the reward of an answer of rollout.max_new_tokens; off a shorter one in proportion."""
     overlong_buffer: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -448,6 +460,13 @@ class LearnerSection(Section):
     step_timeout_s: PositiveFloat = 1800.0
     """Seconds that one update may take."""
 
+    @property
+    def layout(self) -> Layout:
+        """How a micro-batch is laid out."""
+        if not self.packing:
+            return "padded"
+        return "one_row" if self.attention == "flash_attention_2" else "packed"
+
 
 class WeightSyncSection(Section):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
@@ -470,13 +489,6 @@ class WeightSyncSection(Section):
     def bucket_bytes(self) -> int:
         """Bytes that travel in one broadcast."""
         return int(self.bucket_mb * 2**20)
-
-    @property
-    def layout(self) -> Layout:
-        """How a micro-batch is laid out."""
-        if not self.packing:
-            return "padded"
-        return "one_row" if self.attention == "flash_attention_2" else "packed"
 
 
 class PlacementSection(Section):

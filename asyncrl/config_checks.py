@@ -67,6 +67,16 @@ def algorithm_problems(algorithm: AlgorithmSection) -> list[str]:
     ):
         if bounds[0] >= bounds[1]:
             problems.append(f"{low}: found {bounds[0]:g}; expected less than {high} = {bounds[1]:g}")
+    if algorithm.objectives == "normalised":
+        for key, found, expected in (
+            ("advantage", algorithm.advantage, "grpo"),
+            ("reward_normalisation", algorithm.reward_normalisation, "none"),
+        ):
+            if found != expected:
+                problems.append(
+                    f"{key}: found {found!r} with objectives 'normalised', which normalises the rewards of "
+                    f"each function within their group; expected {expected}, or objectives sum"
+                )
     correction = algorithm.correction
     if algorithm.loss in CORRECTING and correction != "none":
         problems.append(

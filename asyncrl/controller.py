@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.alarms import LogprobAlarm
-from asyncrl.algorithms.advantages import group_advantages
-from asyncrl.algorithms.shaping import RewardShaping
 from asyncrl.config import Config
+from asyncrl.credit import CreditAssignment
 from asyncrl.errors import (
     BadStepsError,
     LostGroupError,
@@ -214,13 +213,7 @@ class Controller:
             top_k=rollout.top_k,
             stop=rollout.stop,
         )
-        self._shaping = RewardShaping(
-            max_tokens=rollout.max_new_tokens,
-            clip=config.algorithm.reward_clip,
-            length_penalty=config.algorithm.length_penalty,
-            overlong_buffer=config.overlong_buffer,
-            overlong_penalty=config.algorithm.overlong_penalty,
-        )
+        self._credit = CreditAssignment(config)
         self._changed = Signal()
         self._weights_turn = asyncio.Lock()
         self._running: dict[int, _Running] = {}
@@ -385,6 +378,7 @@ class Controller:
                 sampling=self._sampling,
                 seed=self.config.run.seed,
                 deadline_s=settings.deadline_s,
+                greedy_baseline=self._credit.needs_greedy,
             )
             try:
                 alone = 0 < len(deaths) == settings.max_attempts - 1
@@ -436,16 +430,11 @@ class Controller:
             return "failed", f"{first.kind}: {first.message}"
         if meta.loss_tokens == 0:
             return "dropped", "no_trained_token"
-        if settings.algorithm.filter_zero_variance == "refill" and self._without_signal(meta):
+        if self._credit.needs_greedy and meta.baseline is None:
+            return "dropped", "no_greedy_answer"
+        if settings.algorithm.filter_zero_variance == "refill" and self._credit.without_signal(meta):
             return "filtered", "zero_variance"
         return None
-
-    def _without_signal(self, meta: GroupMeta) -> bool:
-        """Whether all rewards of a group are the same, as its advantages see them."""
-        return len(set(self._shaped_rewards(meta))) == 1
-
-    def _shaped_rewards(self, meta: GroupMeta) -> tuple[float, ...]:
-        return self._shaping.shaped(meta.rewards, [answer.response_tokens for answer in meta.trajectories])
 
     def _retire_unusable(
         self, task: Task, state: FinalState, reason: str, reward_mean: float | None = None
@@ -490,8 +479,8 @@ class Controller:
             record |= batch_metrics(version, [g.meta for g in groups])
             idle: list[ReadyGroup] = []
             if self.config.algorithm.filter_zero_variance == "drop":
-                idle = [g for g in groups if self._without_signal(g.meta)]
-                groups = [g for g in groups if not self._without_signal(g.meta)]
+                idle = [g for g in groups if self._credit.without_signal(g.meta)]
+                groups = [g for g in groups if not self._credit.without_signal(g.meta)]
             if not groups:
                 self._retire_idle(idle)
                 continue
@@ -570,7 +559,8 @@ class Controller:
         return [replace(group, meta=unmasked(version, bound, group.meta)) for group in groups]
 
     async def _update(self, version: int, groups: Sequence[ReadyGroup]) -> StepResult:
-        items = tuple(BatchItem(g.meta, g.payload, self._advantages(g.meta)) for g in groups)
+        advantages = self._credit.advantages([g.meta for g in groups])
+        items = tuple(BatchItem(g.meta, g.payload, a) for g, a in zip(groups, advantages, strict=True))
         start = self._now()
         timeout_s = self.config.learner.step_timeout_s
         result = await within(
@@ -581,10 +571,6 @@ class Controller:
         )
         self._times.train += self._now() - start
         return result
-
-    def _advantages(self, meta: GroupMeta) -> tuple[float, ...]:
-        lengths = [answer.loss_tokens for answer in meta.trajectories]
-        return group_advantages(self.config.algorithm.advantage, self._shaped_rewards(meta), lengths)
 
     def _retire_idle(self, groups: Sequence[ReadyGroup]) -> None:
         """Groups that a step did without, because their rewards are all the same."""

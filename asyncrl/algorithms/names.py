@@ -16,16 +16,19 @@ ADVANTAGE_NAMES = (
     "grpo_passk",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "remax",
 )
 LOSS_NAMES = ("ppo_clip", "gspo", "cispo", "gmpo", "sapo", "aipo", "topr", "dppo", "m2po")
 
 MISSING_PARTS: Mapping[str, str] = {
     "gae": "the values of a critic",
-    "remax": "the reward of a greedy answer to each prompt",
 }
 """Advantages whose formula is there and whose input is not: what asyncrl does not run yet."""
 
-COMPARING = frozenset(ADVANTAGE_NAMES) - {"reinforce_plus_plus"}
+NEEDING_GREEDY = frozenset({"remax"})
+"""Advantages whose baseline is a greedy answer to the prompt, one more that each group samples."""
+
+COMPARING = frozenset(ADVANTAGE_NAMES) - {"reinforce_plus_plus", "remax"}
 """Advantages that compare the answers of a group, and so need two of them."""
 
 CORRECTING = frozenset({"aipo", "topr", "dppo", "m2po"})

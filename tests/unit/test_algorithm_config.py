@@ -15,7 +15,14 @@ from asyncrl.algorithms.advantages import ADVANTAGES, UNBASELINED
 from asyncrl.algorithms.aggregation import AGGREGATIONS
 from asyncrl.algorithms.corrections import CORRECTIONS
 from asyncrl.algorithms.losses import LOSSES, LossInputs, LossSettings
-from asyncrl.algorithms.names import ADVANTAGE_NAMES, COMPARING, CORRECTING, LOSS_NAMES, PRESETS
+from asyncrl.algorithms.names import (
+    ADVANTAGE_NAMES,
+    COMPARING,
+    CORRECTING,
+    LOSS_NAMES,
+    NEEDING_GREEDY,
+    PRESETS,
+)
 from asyncrl.algorithms.registry import policy_loss, user_advantage
 from asyncrl.check import require_algorithm
 from asyncrl.config import AlgorithmSection
@@ -32,7 +39,7 @@ def choices(key: str) -> set[str]:
 
 
 def test_the_config_knows_the_names_of_the_registries() -> None:
-    assert set(ADVANTAGE_NAMES) == ADVANTAGES.keys()
+    assert set(ADVANTAGE_NAMES) == ADVANTAGES.keys() | NEEDING_GREEDY
     assert ADVANTAGES.keys() - UNBASELINED == COMPARING
     assert set(LOSS_NAMES) == LOSSES.keys()
     assert LOSSES.keys() > CORRECTING
@@ -72,7 +79,6 @@ def test_what_is_set_beside_a_preset_wins() -> None:
     [
         ("algorithm.preset=ppo", ["advantage: found 'gae'", "a critic", "set by preset 'ppo'"]),
         ("algorithm.advantage=gae", ["advantage: found 'gae'", "a critic", "reinforce_plus_plus"]),
-        ("algorithm.advantage=remax", ["advantage: found 'remax'", "greedy answer"]),
         ("algorithm.advantage=gpro", ["advantage: found 'gpro'", "grpo", "file.py:function"]),
         ("algorithm.loss=ppo", ["loss: found 'ppo'", "ppo_clip", "file.py:function"]),
         ("algorithm.loss=aipo", ["correction: found 'tis'", "'aipo'", "by itself", "expected none"]),
@@ -103,6 +109,7 @@ def test_advantages_that_compare_need_a_group() -> None:
         (line,) = errors(*alone, f"algorithm.advantage={name}")
         assert f"because the {name} advantage compares" in line
     parse_config(VALUES, [*alone, "algorithm.preset=reinforce_plus_plus"])
+    parse_config(VALUES, [*alone, "algorithm.advantage=remax"])
 
 
 def test_the_plan_shows_the_whole_block() -> None:
