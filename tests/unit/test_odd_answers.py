@@ -87,13 +87,13 @@ class Gradients:
         ids = torch.tensor([*t.prompt_ids.tolist(), *t.token_ids.tolist()])
         logits = self.model(input_ids=ids[None], use_cache=False).logits[0, len(t.prompt_ids) - 1 : -1]
         logprobs = logits.log_softmax(-1).gather(-1, ids[len(t.prompt_ids) :, None])[:, 0]
-        weights = (logprobs.detach() - torch.from_numpy(t.logprobs)).exp().clamp(max=2.0)
+        weights = (logprobs.detach() - torch.tensor(t.logprobs)).exp().clamp(max=2.0)
         advantage = (
             torch.tensor(sample.advantage)
             if sample.token_advantages is None
-            else torch.from_numpy(sample.token_advantages)
+            else torch.tensor(sample.token_advantages)
         )
-        return (weights * advantage * logprobs)[torch.from_numpy(t.loss_mask)].sum()
+        return (weights * advantage * logprobs)[torch.tensor(t.loss_mask)].sum()
 
 
 class ComputingLearner(ScriptedLearner):

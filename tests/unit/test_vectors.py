@@ -30,7 +30,7 @@ def test_an_entry_is_met(entry: Entry) -> None:
 
 def smoothed_ess(weights: torch.Tensor, mask: torch.Tensor) -> float:
     """The reference's: 1 / mean(normalised^2), with 1e-8 in both means and in what normalises."""
-    count = mask.sum() + MEAN_EPSILON
+    count = int(mask.sum()) + MEAN_EPSILON
     mean = weights[mask].sum() / count
     normalised = weights[mask] / (mean + MEAN_EPSILON)
     return float(1.0 / (normalised.square().sum() / count))
