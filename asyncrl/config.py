@@ -31,6 +31,7 @@ from asyncrl.config_checks import (
     source_problems,
 )
 from asyncrl.generators.vllm_options import worker_count
+from asyncrl.learners.layout import Layout
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Dtype = Literal["float32", "bfloat16"]
@@ -223,6 +224,11 @@ class RewardFunctionSection(Section):
     name: str | None = None
     """Name in the metrics; null: the function's."""
 
+    @property
+    def label(self) -> str:
+        """Name in the metrics, and in the rewards of a trajectory."""
+        return self.name or self.path.rpartition(":")[2]
+
     @model_validator(mode="before")
     @classmethod
     def _from_path(cls, value: Any) -> Any:
@@ -247,8 +253,9 @@ class AlgorithmSection(Section):
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "rloo", "reinforce_plus_plus"] = "grpo"
     """Named set of defaults for this section; what is set beside it wins."""
     advantage: str = "grpo"
-    """grpo, dr_grpo, rloo, opo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, gae (with
-    a ``critic``), or a function of your own: ``package.module:function`` or ``file.py:function``."""
+    """grpo, dr_grpo, rloo, opo, grpo_passk, reinforce_plus_plus, reinforce_plus_plus_baseline, remax (one
+    more answer a prompt, sampled greedily), gae (with a ``critic``), or a function of your own:
+    ``package.module:function`` or ``file.py:function``."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Discount a token of the reward at the answer's end, under reinforce_plus_plus and gae."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
@@ -329,6 +336,12 @@ class AlgorithmSection(Section):
     reward_clip: tuple[float, float] | None = None
     """Lower and upper bound of a reward, before penalties for length; null: none. Advantages alone see
     it, as they do the penalties below: logs and ledger keep rewards as they were scored."""
+    reward_normalisation: Literal["none", "batch", "running"] = "none"
+    """Shaped rewards less their mean and over their deviation, before the group's baseline: those of the
+    step's samples, or of all samples that were trained on so far."""
+    objectives: Literal["sum", "normalised"] = "sum"
+    """Several reward functions: their weighted sum is the reward, or grpo's advantage is taken of each by
+    itself and these are summed by weight (GDPO). Penalties for length are one more, of weight 1."""
     length_penalty: NonNegativeFloat = 0.0
     """Taken off the reward of an answer of rollout.max_new_tokens; off a shorter one in proportion."""
     overlong_buffer: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -454,6 +467,12 @@ class LearnerSection(Section):
     """Cores to pin the ranks to, dealt out in turn; null: unpinned."""
     micro_batch_tokens: PositiveInt = 4096
     """Tokens in one forward pass, padding included."""
+    packing: bool = False
+    """Several answers in a row without padding, each attending to itself alone. Checked at the start: models
+    whose layers carry a state from token to token, or do not look at positions, cannot."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """The learner's implementation; auto: the model's own choice. With ``packing`` and flash_attention_2 (a
+    GPU, bfloat16, and the package flash-attn) a micro-batch is a single row."""
     lr: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -476,6 +495,13 @@ class LearnerSection(Section):
     """Seconds that the ranks may take to load the model and find each other."""
     step_timeout_s: PositiveFloat = 1800.0
     """Seconds that one update may take."""
+
+    @property
+    def layout(self) -> Layout:
+        """How a micro-batch is laid out."""
+        if not self.packing:
+            return "padded"
+        return "one_row" if self.attention == "flash_attention_2" else "packed"
 
 
 class RoleSection(Section):

@@ -75,6 +75,21 @@ def algorithm_problems(algorithm: AlgorithmSection) -> list[str]:
         if bounds[0] >= bounds[1]:
             problems.append(f"{low}: found {bounds[0]:g}; expected less than {high} = {bounds[1]:g}")
     problems += _kl(algorithm)
+    if algorithm.objectives == "normalised":
+        for key, found, expected in (
+            ("advantage", algorithm.advantage, "grpo"),
+            ("reward_normalisation", algorithm.reward_normalisation, "none"),
+        ):
+            if found != expected:
+                problems.append(
+                    f"{key}: found {found!r} with objectives 'normalised', which normalises the rewards of "
+                    f"each function within their group; expected {expected}, or objectives sum"
+                )
+        if algorithm.kl == "reward":
+            problems.append(
+                "kl: found 'reward' with objectives 'normalised', where no one reward is left to take it off; "
+                "expected loss or none, or objectives sum"
+            )
     correction = algorithm.correction
     if algorithm.loss in PREFERENCE_NAMES:
         problems += _preferences(algorithm)
@@ -338,6 +353,17 @@ def _other(config: Config) -> list[str]:
         problems.append(
             f"learner.warmup_steps: found {config.learner.warmup_steps}; expected at most run.steps = "
             f"{config.run.steps}"
+        )
+    attention = config.learner.attention
+    if attention == "flash_attention_2" and config.model.dtype == "float32":
+        problems.append(
+            "learner.attention: found 'flash_attention_2' with model.dtype 'float32'; expected model.dtype "
+            "bfloat16, or another implementation"
+        )
+    elif attention == "flash_attention_2" and config.run.deterministic:
+        problems.append(
+            "learner.attention: found 'flash_attention_2' with run.deterministic true, whose gradients "
+            "differ from run to run; expected sdpa or eager"
         )
     names = [f.name for f in config.reward.functions if f.name is not None]
     for name in sorted({n for n in names if names.count(n) > 1}):

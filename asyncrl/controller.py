@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.alarms import LogprobAlarm
-from asyncrl.algorithms.advantages import group_advantages
-from asyncrl.algorithms.pairs import pair_signs
 from asyncrl.config import Config
+from asyncrl.credit import CreditAssignment
 from asyncrl.errors import BadStepsError, LostGroupError
 from asyncrl.evaluation import Evaluator
 from asyncrl.generators.pool import GeneratorPool
@@ -103,7 +102,8 @@ class Controller:
             top_k=rollout.top_k,
             stop=rollout.stop,
         )
-        self._screening = Screening(config)
+        self._credit = CreditAssignment(config)
+        self._screening = Screening(config, self._credit)
         self._kl = KLControl(config.algorithm)
         self._changed = Signal()
         self._meter = StepMeter(config.generators.slots)
@@ -256,6 +256,7 @@ class Controller:
                 sampling=self._sampling,
                 seed=self.config.run.seed,
                 deadline_s=settings.deadline_s,
+                greedy_baseline=self._credit.needs_greedy,
             )
             try:
                 alone = 0 < len(deaths) == settings.max_attempts - 1
@@ -306,8 +307,8 @@ class Controller:
             record |= batch_metrics(version, [g.meta for g in groups])
             idle: list[ReadyGroup] = []
             if self.config.algorithm.filter_zero_variance == "drop":
-                idle = [g for g in groups if self._screening.without_signal(g.meta)]
-                groups = [g for g in groups if not self._screening.without_signal(g.meta)]
+                idle = [g for g in groups if self._credit.without_signal(g.meta)]
+                groups = [g for g in groups if not self._credit.without_signal(g.meta)]
             if not groups:
                 self._groups.retire_idle(idle)
                 continue
@@ -340,7 +341,13 @@ class Controller:
         return batch
 
     async def _update(self, version: int, groups: Sequence[ReadyGroup]) -> StepResult:
-        items = tuple(BatchItem(g.meta, g.payload, self._advantages(g), g.annotations) for g in groups)
+        advantages = self._credit.advantages(
+            [g.meta for g in groups], [self._kl.penalties(g) for g in groups]
+        )
+        items = tuple(
+            BatchItem(g.meta, g.payload, of_group, g.annotations)
+            for g, of_group in zip(groups, advantages, strict=True)
+        )
         start = now()
         timeout_s = self.config.learner.step_timeout_s
         result = await within(
@@ -351,15 +358,6 @@ class Controller:
         )
         self._times.train += now() - start
         return result
-
-    def _advantages(self, group: ReadyGroup) -> tuple[float, ...]:
-        """One number an answer: its advantage, or its part in the group's pair."""
-        algorithm, meta = self.config.algorithm, group.meta
-        lengths = [answer.loss_tokens for answer in meta.trajectories]
-        rewards = self._screening.shaped_rewards(meta)
-        if algorithm.learns_from_pairs:
-            return pair_signs(rewards, lengths)
-        return group_advantages(algorithm.advantage, self._kl.penalised(rewards, group), lengths)
 
     def _retire_batch(self, version: int, groups: Sequence[ReadyGroup], result: StepResult) -> None:
         """The update's groups are through. BadStepsError if too many updates in a row changed nothing."""

@@ -10,6 +10,8 @@ Invariants:
 - A group that comes with what another host had of it (``snapshot.py``) is continued: what was finished is
   neither sampled nor scored again, and a first turn goes on where it was. Of later turns nothing is kept,
   because an environment's state would be needed too: the rollout runs again from its first turn's answer.
+- The greedy answer that serves as a baseline is one more sample, with the number after the last: scored
+  and kept like the others, but no token of it is trained.
 - An exception that is not a RolloutError (a bug, a dead engine) fails the whole call.
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -64,11 +66,21 @@ class GroupRequest:
     seed: int
     deadline_s: float
     attempt: int = 0
+    greedy_baseline: bool = False
+    """Sample one more answer, greedily, to compare the others' rewards with."""
+
+    @property
+    def answers(self) -> int:
+        """Samples and baseline."""
+        return self.samples + self.greedy_baseline
 
     @property
     def max_tokens(self) -> int:
         """Upper bound of the tokens that it can sample."""
-        return self.samples * self.sampling.max_new_tokens
+        return self.answers * self.sampling.max_new_tokens
+
+    def is_baseline(self, sample: int) -> bool:
+        return sample == self.samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +121,12 @@ class EngineClient:
         request = GenerationRequest(
             uid=self._uid(turn),
             prompt_ids=tuple(prompt_ids),
-            sampling=sampling or group.sampling,
+            sampling=self._own(sampling or group.sampling),
             key=DrawKey(group.seed, group.task.ordinal, self._sample, self._attempt(turn)),
         )
         if turn == 0:
             asked = (request.prompt_ids, request.sampling)
-            self._keeps_first = asked == (group.task.prompt_ids, group.sampling)
+            self._keeps_first = asked == (group.task.prompt_ids, self._own(group.sampling))
         if turn > 0 or not self._keeps_first:
             return await self._engine.generate(request)
         first = self._first
@@ -133,6 +145,9 @@ class EngineClient:
             self._first = partials.get(self._uid(0), self._first)
         return self._first
 
+    def _own(self, sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, temperature=0.0) if self._request.is_baseline(self._sample) else sampling
+
     def _attempt(self, turn: int) -> int:
         return self._request.attempt + (turn << 16)
 
@@ -147,20 +162,29 @@ class _RunningGroup:
     def __init__(self, engine: Generator, request: GroupRequest, before: PartialGroup | None) -> None:
         begun = before.begun if before is not None else {}
         self.request = request
-        self.clients = [EngineClient(engine, request, i, begun.get(i)) for i in range(request.samples)]
-        self.finished = {t.sample: t for t in before.group.trajectories} if before is not None else {}
+        self.clients = [EngineClient(engine, request, i, begun.get(i)) for i in range(request.answers)]
+        self.finished = {t.sample: t for t in before.group.answers} if before is not None else {}
 
     def so_far(self, partials: Mapping[str, Completion]) -> PartialGroup:
-        request = self.request
-        group = Group(
-            request.task.ordinal, request.task.uid, request.start_version, tuple(self.finished.values())
-        )
+        group = self.of(self.finished.values())
         begun = {
             sample: answer
             for sample, client in enumerate(self.clients)
             if sample not in self.finished and (answer := client.so_far(partials)) is not None
         }
         return PartialGroup(group, begun)
+
+    def of(self, answers: Iterable[Trajectory]) -> Group:
+        """The group with these answers."""
+        request = self.request
+        samples: list[Trajectory] = []
+        baseline: Trajectory | None = None
+        for answer in answers:
+            if request.is_baseline(answer.sample):
+                baseline = answer
+            else:
+                samples.append(answer)
+        return Group(request.task.ordinal, request.task.uid, request.start_version, tuple(samples), baseline)
 
 
 class RolloutHost:
@@ -198,7 +222,7 @@ class RolloutHost:
         group = _RunningGroup(self.engine, request, before)
         samples = [
             asyncio.create_task(self._sample(group, sample), name=f"{request.task.uid}:{sample}")
-            for sample in range(request.samples)
+            for sample in range(request.answers)
         ]
         self._groups[key] = group
         try:
@@ -219,9 +243,8 @@ class RolloutHost:
             else task.result()
             for i, task in enumerate(samples)
         ]
-        trajectories = tuple(o for o in outcomes if isinstance(o, Trajectory))
         failures = tuple(o for o in outcomes if isinstance(o, SampleFailure))
-        whole = Group(request.task.ordinal, request.task.uid, request.start_version, trajectories)
+        whole = group.of(o for o in outcomes if isinstance(o, Trajectory))
         payload = self._encode(whole)
         return group_meta(whole, payload, failures), payload
 
@@ -261,7 +284,7 @@ class RolloutHost:
             attempt=request.attempt,
             prompt_ids=result.prompt_ids,
             token_ids=result.token_ids,
-            loss_mask=self._loss_mask(result),
+            loss_mask=self._loss_mask(result, trained=not request.is_baseline(sample)),
             logprobs=result.logprobs,
             versions=result.versions,
             reward=score.total,
@@ -269,8 +292,8 @@ class RolloutHost:
             rewards=score.parts,
         )
 
-    def _loss_mask(self, result: RolloutResult) -> BoolArray:
-        if self._mask_truncated and result.finish_reason == "length":
+    def _loss_mask(self, result: RolloutResult, *, trained: bool) -> BoolArray:
+        if not trained or (self._mask_truncated and result.finish_reason == "length"):
             return np.zeros_like(result.loss_mask)
         return result.loss_mask
 

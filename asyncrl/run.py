@@ -115,7 +115,10 @@ def train(config: Config) -> int:
         log.warning("interrupted before training began")
         return 130
     except Exception as error:
-        log.error("the run failed", exc_info=root_cause(error))
+        cause = root_cause(error)
+        if isinstance(cause, UsageError):  # found by an actor, of the model itself
+            raise cause from error
+        log.error("the run failed", exc_info=cause)
         return 1
     finally:
         close_session()

@@ -70,7 +70,7 @@ class PartialGroup:
 
     @property
     def progress(self) -> Progress:
-        parts = [*(t.token_ids for t in self.group.trajectories), *(c.token_ids for c in self.begun.values())]
+        parts = [*(t.token_ids for t in self.group.answers), *(c.token_ids for c in self.begun.values())]
         return Progress(len(parts), sum(len(ids) for ids in parts))
 
 

@@ -178,6 +178,13 @@ class Group:
     uid: str
     start_version: int
     trajectories: tuple[Trajectory, ...]
+    baseline: Trajectory | None = None
+    """A greedy answer beside them, whose reward they are compared with; it is never trained."""
+
+    @property
+    def answers(self) -> tuple[Trajectory, ...]:
+        """All of them, the baseline last."""
+        return self.trajectories if self.baseline is None else (*self.trajectories, self.baseline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +200,8 @@ class GroupMeta:
     nbytes: int
     """Size of the encoded payload."""
     failures: tuple[SampleFailure, ...] = ()
+    baseline: TrajectoryMeta | None = None
+    """Of the greedy answer beside them; its tokens and its reward are in no other figure here."""
 
     @property
     def oldest_version(self) -> int | None:

@@ -6,8 +6,9 @@ What spans the whole batch (whitening, returns over tokens) belongs to the learn
 Invariants:
 - The advantages of a group depend on that group alone.
 - A group of one, or of equal rewards, has advantage 0.0 exactly: an unbaselined reward is not a
-  group advantage, and rounding must not turn "no signal" into a gradient. reinforce_plus_plus and
-  gae have no group baseline: theirs are the batch's mean and the critic's values.
+  group advantage, and rounding must not turn "no signal" into a gradient. Three have another baseline
+  than the group: reinforce_plus_plus the batch's mean, gae the critic's values, remax the greedy
+  answer's reward.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import fsum, isfinite, sqrt
 
-from asyncrl.algorithms.names import is_path
+from asyncrl.algorithms.names import NEEDING_GREEDY, is_path
 from asyncrl.errors import ConfigError, InvariantError
 
 STD_EPSILON = 1e-6
@@ -69,7 +70,7 @@ def gae(rewards: Sequence[float], lengths: Sequence[int]) -> tuple[float, ...]:
 
 
 def remax(rewards: Sequence[float], greedy: float) -> tuple[float, ...]:
-    """r - reward of the greedy answer to the same prompt (ReMax, 2310.10505)."""
+    """r - reward of the greedy answer to the same prompt (ReMax, 2310.10505). Takes a group of one."""
     return tuple(r - greedy for r in rewards)
 
 
@@ -87,21 +88,29 @@ UNBASELINED = frozenset({"reinforce_plus_plus", "gae"})
 """Advantages that do not compare the samples of a group, and so take groups of any size."""
 
 
-def group_advantages(name: str, rewards: Sequence[float], lengths: Sequence[int] = ()) -> tuple[float, ...]:
+def group_advantages(
+    name: str, rewards: Sequence[float], lengths: Sequence[int] = (), greedy: float | None = None
+) -> tuple[float, ...]:
     """One advantage for each reward of a group, in the same order.
 
-    ``lengths`` are the samples' trained tokens; none given: all the same. Raises ConfigError for an
-    unknown name, and InvariantError for a reward that is not finite: rewards are checked where they
-    are made, so that one gets here means a bug. The rewards themselves for a user's own function, which
-    the learner calls: users' code does not run in the controller.
+    ``lengths`` are the samples' trained tokens; none given: all the same. ``greedy`` is the reward of the
+    greedy answer, for remax alone. Raises ConfigError for an unknown name, and InvariantError for a reward
+    that is not finite, or a greedy one that is missing: rewards are checked where they are made, so that
+    one gets here means a bug. The rewards themselves for a user's own function, which the learner calls:
+    users' code does not run in the controller.
     """
-    if not is_path(name) and name not in ADVANTAGES:
-        raise ConfigError(f"algorithm.advantage is {name!r}, expected one of {', '.join(ADVANTAGES)}")
-    bad = [r for r in rewards if not isfinite(r)]
+    if not is_path(name) and name not in (*ADVANTAGES, *NEEDING_GREEDY):
+        known = ", ".join((*ADVANTAGES, *sorted(NEEDING_GREEDY)))
+        raise ConfigError(f"algorithm.advantage is {name!r}, expected one of {known}")
+    bad = [r for r in (*rewards, greedy or 0.0) if not isfinite(r)]
     if bad:
         raise InvariantError(f"{len(bad)} of {len(rewards)} rewards of a group are not finite: {bad[0]}")
     if is_path(name):
         return tuple(rewards)
+    if name in NEEDING_GREEDY:
+        if greedy is None:
+            raise InvariantError(f"a group of {len(rewards)} has no greedy answer, which {name} needs")
+        return remax(rewards, greedy)
     if name not in UNBASELINED and (len(rewards) < 2 or max(rewards) == min(rewards)):
         return (0.0,) * len(rewards)
     return tuple(ADVANTAGES[name](rewards, lengths or (1,) * len(rewards)))

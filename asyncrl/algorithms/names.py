@@ -17,6 +17,7 @@ ADVANTAGE_NAMES = (
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "gae",
+    "remax",
 )
 LOSS_NAMES = ("ppo_clip", "gspo", "cispo", "gmpo", "sapo", "aipo", "topr", "dppo", "m2po")
 
@@ -27,12 +28,10 @@ KL_ESTIMATOR_NAMES = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 REWARDED_BY_TOKEN = frozenset({"reinforce_plus_plus", "gae"})
 """Advantages that see rewards token by token: a penalty for the KL is taken off where it arises."""
 
-MISSING_PARTS: Mapping[str, str] = {
-    "remax": "the reward of a greedy answer to each prompt",
-}
-"""Advantages whose formula is there and whose input is not: what asyncrl does not run yet."""
+NEEDING_GREEDY = frozenset({"remax"})
+"""Advantages whose baseline is a greedy answer to the prompt, one more that each group samples."""
 
-COMPARING = frozenset(ADVANTAGE_NAMES) - {"reinforce_plus_plus", "gae"}
+COMPARING = frozenset(ADVANTAGE_NAMES) - {"reinforce_plus_plus", "gae", "remax"}
 """Advantages that compare the answers of a group, and so need two of them."""
 
 CORRECTING = frozenset({"aipo", "topr", "dppo", "m2po"})
@@ -76,11 +75,6 @@ def is_path(name: str) -> bool:
 
 def advantage_problem(name: str) -> str | None:
     """Why ``algorithm.advantage`` cannot be ``name``; None if it can."""
-    if name in MISSING_PARTS:
-        return (
-            f"found {name!r}, which needs {MISSING_PARTS[name]}, and asyncrl has no such part yet; expected "
-            f"one of {_choices(ADVANTAGE_NAMES)}"
-        )
     return _unknown(name, ADVANTAGE_NAMES)
 
 

@@ -30,8 +30,14 @@ class RewardShaping:
 
     def reward(self, reward: float, length: int) -> float:
         """One answer's."""
-        if self.clip is not None:
-            reward = clipped(reward, *self.clip)
+        return self.penalised(self.clipped(reward), length)
+
+    def clipped(self, reward: float) -> float:
+        """A reward within its bounds."""
+        return reward if self.clip is None else clipped(reward, *self.clip)
+
+    def penalised(self, reward: float, length: int) -> float:
+        """A reward less the penalties for an answer of that length."""
         if self.length_penalty:
             reward -= self.length_penalty * length / self.max_tokens
         if self.overlong_buffer:

@@ -1,11 +1,14 @@
 """Samples to the tensors of one micro-batch.
 
-Shapes: B rows, L input positions, T response positions, N trained tokens of all rows, in row order.
+Shapes: B samples, R rows of L input positions, T response positions, N trained tokens of all samples, in
+their order. R is B, unless several samples share a row.
 
 Invariants:
 - Rows are padded on the right and masked by length, never by token id: a pad token may well be EOS,
   and a sampled EOS is trained like any other token. Under causal attention no real token sees the
   padding, so that no attention mask is needed either.
+- Samples that share a row are told apart by ``position_ids`` alone, which start at 0 with each of them
+  and count up by 1 within it; a padding token is a sample of its own.
 - ``positions`` name the inputs whose outputs predict trained tokens, and nothing else: logits are
   computed for those alone.
 """
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from asyncrl.errors import InvariantError
 from asyncrl.learners.base import TrainSample
+from asyncrl.learners.layout import Layout, lay_out
 from asyncrl.types import token_lags
 
 
@@ -28,8 +32,8 @@ from asyncrl.types import token_lags
 class MicroBatch:
     """All on one device."""
 
-    input_ids: Tensor  # (B, L) int64
-    positions: Tensor  # (N,) int64, into the flattened (B * L,) inputs
+    input_ids: Tensor  # (R, L) int64
+    positions: Tensor  # (N,) int64, into the flattened (R * L,) inputs
     targets: Tensor  # (N,) int64, the trained tokens
     mask: Tensor  # (B, T) bool, N of them True
     behaviour: Tensor  # (B, T) float32, log b
@@ -38,9 +42,12 @@ class MicroBatch:
     ages: Tensor  # (B, T) int64, lag of each trained token; -1 outside the mask
     proximal: Tensor | None = None  # (B, T) float32, log p; None where p is the policy as it is
     reference: Tensor | None = None  # (B, T) float32, log-probs of the reference; None without one
+    position_ids: Tensor | None = None  # (R, L) int64; None where every row is one sample
 
 
-def collate(samples: Sequence[TrainSample], version: int, device: torch.device) -> MicroBatch:
+def collate(
+    samples: Sequence[TrainSample], version: int, device: torch.device, layout: Layout = "padded"
+) -> MicroBatch:
     """No samples make a dummy: one row of one token with nothing to train.
 
     Raises InvariantError for an empty prompt: nothing would predict the first token.
@@ -50,10 +57,11 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
         if len(sample.trajectory.prompt_ids) == 0:
             raise InvariantError(f"{_name(sample)} has a prompt of 0 tokens, expected at least 1")
     rows = max(len(samples), 1)
-    # The last token predicts nothing that is trained, so it is no input.
-    width = max((len(t.prompt_ids) + len(t.token_ids) - 1 for t in trajectories), default=1)
+    places = lay_out([len(t.prompt_ids) + len(t.token_ids) for t in trajectories], layout)
     response = max((len(t.token_ids) for t in trajectories), default=1)
-    input_ids = np.zeros((rows, max(width, 1)), np.int64)
+    # The last token of a sample predicts nothing that is trained, so it is no input.
+    input_ids = np.zeros((places.rows, max(places.width - 1, 1)), np.int64)
+    position_ids = None if layout == "padded" else np.zeros_like(input_ids)
     mask = np.zeros((rows, response), np.bool_)
     behaviour = np.zeros((rows, response), np.float32)
     by_token = any(sample.token_advantages is not None for sample in samples)
@@ -68,8 +76,12 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
     targets = [np.zeros(0, np.int64)]
     for row, (sample, t) in enumerate(zip(samples, trajectories, strict=True)):
         prompt, length = len(t.prompt_ids), len(t.token_ids)
+        at, start = places.places[row]
         tokens = np.concatenate([t.prompt_ids, t.token_ids])
-        input_ids[row, : len(tokens) - 1] = tokens[:-1]
+        own = slice(start, start + len(tokens) - 1)
+        input_ids[at, own] = tokens[:-1]
+        if position_ids is not None:
+            position_ids[at, own] = np.arange(len(tokens) - 1)
         mask[row, :length] = t.loss_mask
         behaviour[row, :length] = t.logprobs
         if sample.token_advantages is None:
@@ -83,7 +95,7 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
         # What follows a masked token was sampled with keys and values of an older version.
         fresh[row] = not sample.masked and bool(np.all(t.versions[t.loss_mask] == version))
         trained = np.flatnonzero(t.loss_mask)
-        positions.append(row * input_ids.shape[1] + prompt - 1 + trained)
+        positions.append(at * input_ids.shape[1] + start + prompt - 1 + trained)
         targets.append(t.token_ids[trained].astype(np.int64))
         ages[row, trained] = token_lags(version, t.versions[trained])
 
@@ -101,6 +113,7 @@ def collate(samples: Sequence[TrainSample], version: int, device: torch.device) 
         ages=to_device(ages),
         proximal=None if proximal is None else to_device(proximal),
         reference=None if reference is None else to_device(reference),
+        position_ids=None if position_ids is None else to_device(position_ids),
     )
 
 

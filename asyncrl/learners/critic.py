@@ -98,7 +98,7 @@ class DeepSpeedCritic:
         """The values of the group's trained tokens, by the weights of now."""
         engine, samples = self._engine, [TrainSample(group.ordinal, t, 0.0) for t in group.trajectories]
         lengths = [len(t.prompt_ids) + len(t.token_ids) for t in group.trajectories]
-        packed = pack_rows(lengths, self._settings.micro_batch_tokens, "critic")
+        packed = pack_rows(lengths, self._settings.micro_batch_tokens, section="critic")
         if self._settings.zero_stage == 3:
             # All ranks work on the group together, one micro-batch each at a time.
             packed += ((),) * (-len(packed) % engine.world_size)

@@ -33,10 +33,11 @@ from asyncrl.algorithms.registry import user_advantage
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
 from asyncrl.learners.advantages import batch_wide, from_user
 from asyncrl.learners.base import LearnerInfo, MiniBatch, RankStep, StepResult, TrainSample, finite
-from asyncrl.learners.collate import collate
+from asyncrl.learners.collate import MicroBatch, collate
 from asyncrl.learners.engine import TrainingEngine
 from asyncrl.learners.masking import check_staleness, mask_stale
 from asyncrl.learners.objective import Objective, Tally
+from asyncrl.learners.packed import require_exact_packing
 from asyncrl.learners.policy import load_policy, manifest_of, selected_logits
 from asyncrl.learners.preferences import Preferences
 from asyncrl.learners.schedule import learning_rate
@@ -116,10 +117,13 @@ class DeepSpeedLearner:
             dtype=getattr(torch, self._model_section.dtype),
             trust_remote_code=self._model_section.trust_remote_code,
             checkpointing=self._settings.gradient_checkpointing,
+            attention=None if self._settings.attention == "auto" else self._settings.attention,
         )
         self._manifest = manifest_of(model)
         self._engine.build(model)
         self._parameters = dict(self._engine.module.named_parameters())
+        if self._settings.packing:
+            require_exact_packing(self._engine, self._model_section.dtype, self._device)
         count = sum(spec.numel for spec in self._manifest)
         log.info("learner rank %d of %d: %d parameters", self._rank, self._engine.world_size, count)
         return LearnerInfo(manifest=self._manifest, parameters=count)
@@ -185,11 +189,18 @@ class DeepSpeedLearner:
         limit = self._limit(samples, update, version) if self._objective.needs_preview else None
         last = len(update.micro_batches) - 1
         for i, rows in enumerate(update.micro_batches):
-            batch = collate([samples[row] for row in rows], version, self._device)
+            batch = self._collate([samples[row] for row in rows], version)
             self._engine.accumulate(last=i == last)
-            logits = selected_logits(self._engine, batch.input_ids, batch.positions)
+            logits = self._logits(batch)
             loss = self._objective(logits, batch, counts, tally, limit, share.kl_coef)
             self._engine.backward(loss)
+
+    def _collate(self, samples: Sequence[TrainSample], version: int) -> MicroBatch:
+        return collate(samples, version, self._device, self._settings.layout)
+
+    def _logits(self, batch: MicroBatch) -> Tensor:
+        """(N, V); collective."""
+        return selected_logits(self._engine, batch.input_ids, batch.positions, batch.position_ids)
 
     def _with_advantages(self, share: RankStep) -> tuple[TrainSample, ...]:
         """The samples with what the learner has to add to their advantages; collective."""
@@ -219,8 +230,8 @@ class DeepSpeedLearner:
         """The samples with their weights as answers of pairs, and the pairs of all ranks; collective."""
         log_ratios = [torch.zeros(0, dtype=torch.float64, device=self._device)]
         for rows in update.micro_batches:
-            batch = collate([samples[row] for row in rows], version, self._device)
-            logits = selected_logits(self._engine, batch.input_ids, batch.positions)
+            batch = self._collate([samples[row] for row in rows], version)
+            logits = self._logits(batch)
             of_rows = preferences.log_ratios(self._objective.logprobs(logits, batch), batch)
             log_ratios.append(of_rows[: len(rows)])
         members = [row for rows in update.micro_batches for row in rows]
@@ -235,8 +246,8 @@ class DeepSpeedLearner:
         """The samples with the log-probs of the policy as it is now; collective."""
         found = list(samples)
         for rows in share.micro_batches:
-            batch = collate([samples[row] for row in rows], share.version, self._device)
-            logits = selected_logits(self._engine, batch.input_ids, batch.positions)
+            batch = self._collate([samples[row] for row in rows], share.version)
+            logits = self._logits(batch)
             logprobs = self._objective.logprobs(logits, batch).to("cpu", torch.float32).numpy()  # (B, T)
             for row, of_row in zip(rows, logprobs, strict=False):
                 length = len(samples[row].trajectory.token_ids)
@@ -248,8 +259,8 @@ class DeepSpeedLearner:
         """What a loss that looks at all tokens of an update has to know of them; collective."""
         previews = []
         for rows in update.micro_batches:
-            batch = collate([samples[row] for row in rows], version, self._device)
-            logits = selected_logits(self._engine, batch.input_ids, batch.positions)
+            batch = self._collate([samples[row] for row in rows], version)
+            logits = self._logits(batch)
             previews.append(self._objective.preview(logits, batch))
         return self._objective.limit(self._engine.all_gather(torch.cat(previews)))
 

@@ -150,6 +150,7 @@ class RayLearner:
             len(self._ranks),
             self._config.learner.micro_batch_tokens,
             self._config.algorithm.mini_batches,
+            self._config.learner.layout,
         )
         arguments = []
         for plan in plans:

@@ -2,8 +2,10 @@
 
 Invariants:
 - Whole groups go to ranks, so that a rank fetches only its own groups' payloads.
-- Every trajectory of the batch is in exactly one micro-batch of exactly one rank.
-- rows * longest row <= ``micro_batch_tokens`` in every micro-batch, padding included.
+- Every trajectory with a trained token is in exactly one micro-batch of exactly one rank.
+- rows * longest row <= ``micro_batch_tokens`` in every micro-batch, padding included. A row is one
+  trajectory, or with packing as many as fit into it.
+- A trajectory without a trained token is in no micro-batch: it has no share in the gradient.
 - All ranks have the same number of micro-batches, the last ones empty where a rank has fewer:
   forward and backward passes are collective.
 - Equal metas give an equal plan, whatever order Python iterates in.
@@ -17,7 +19,8 @@ from itertools import chain, pairwise
 
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.learners.base import MiniBatch
-from asyncrl.types import Batch, GroupMeta
+from asyncrl.learners.layout import Layout, Row
+from asyncrl.types import Batch, GroupMeta, TrajectoryMeta
 
 MicroBatches = tuple[tuple[int, ...], ...]
 
@@ -41,20 +44,26 @@ class RankPlan:
 
 
 def plan_step(
-    batch: Batch, ranks: int, micro_batch_tokens: int, mini_batches: int = 1, section: str = "learner"
+    batch: Batch,
+    ranks: int,
+    micro_batch_tokens: int,
+    mini_batches: int = 1,
+    layout: Layout = "padded",
+    section: str = "learner",
 ) -> tuple[RankPlan, ...]:
     """One plan a rank.
 
     ``mini_batches`` optimizer updates, each of an equal part of the groups in their order; fewer where
     there are fewer groups. In none of them has a rank more than the mean load plus one group's tokens.
-    ``section``: that of the config, for messages. Raises ConfigError for a sequence that is longer than
-    ``micro_batch_tokens``, and InvariantError for an empty batch.
+    ``layout`` is how ``collate`` lays the micro-batches out, ``section`` that of the config, for messages.
+    Raises ConfigError for a sequence that is longer than ``micro_batch_tokens``, and InvariantError for an
+    empty batch.
     """
     metas = [item.meta for item in batch.items]
     if not metas:
         raise InvariantError(f"the update of version {batch.version} has 0 groups, expected at least 1")
     parts = [
-        _plan_part(metas, range(*cuts), ranks, micro_batch_tokens, section)
+        _plan_part(metas, range(*cuts), ranks, micro_batch_tokens, layout, section)
         for cuts in pairwise(_cuts(len(metas), min(mini_batches, len(metas))))
     ]
     trajectories = [t for meta in metas for t in meta.trajectories]
@@ -88,17 +97,23 @@ def plan_step(
 
 
 def _plan_part(
-    metas: Sequence[GroupMeta], part: range, ranks: int, micro_batch_tokens: int, section: str
+    metas: Sequence[GroupMeta],
+    part: range,
+    ranks: int,
+    micro_batch_tokens: int,
+    layout: Layout,
+    section: str,
 ) -> tuple[list[tuple[int, ...]], list[MicroBatches]]:
     """For each rank the items of one optimizer update, and their trajectories in micro-batches."""
     owned = [
         tuple(part[i] for i in items) for items in _assign([sum(_lengths(metas[i])) for i in part], ranks)
     ]
     packed = [
-        pack_rows([n for i in items for n in _lengths(metas[i])], micro_batch_tokens, section)
+        pack_rows([n for i in items for n in _lengths(metas[i])], micro_batch_tokens, layout, section)
         for items in owned
     ]
-    count = max(len(micro_batches) for micro_batches in packed)
+    # At least one, because an update is a collective call even where nobody has anything to train.
+    count = max(1, *(len(micro_batches) for micro_batches in packed))
     return owned, [micro_batches + ((),) * (count - len(micro_batches)) for micro_batches in packed]
 
 
@@ -108,7 +123,12 @@ def _cuts(count: int, parts: int) -> list[int]:
 
 
 def _lengths(meta: GroupMeta) -> list[int]:
-    return [t.prompt_tokens + t.response_tokens for t in meta.trajectories]
+    return [_length(t) for t in meta.trajectories]
+
+
+def _length(trajectory: TrajectoryMeta) -> int:
+    """Tokens of its row; 0 where none of them is trained."""
+    return trajectory.prompt_tokens + trajectory.response_tokens if trajectory.loss_tokens else 0
 
 
 def _assign(loads: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
@@ -122,22 +142,54 @@ def _assign(loads: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(items)) for items in owned]
 
 
-def pack_rows(lengths: Sequence[int], micro_batch_tokens: int, section: str = "learner") -> MicroBatches:
-    """Rows of like length together, longest first, so that what does not fit fails at once.
+def pack_rows(
+    lengths: Sequence[int], micro_batch_tokens: int, layout: Layout = "padded", section: str = "learner"
+) -> MicroBatches:
+    """Longest first, so that rows of like length come together, and what does not fit fails at once.
 
-    Raises ConfigError for a sequence that is longer than ``micro_batch_tokens``, a key of ``section``.
+    Sequences of length 0 are left out. Raises ConfigError for one that is longer than
+    ``micro_batch_tokens``, a key of ``section``.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i))
     if order and lengths[order[0]] > micro_batch_tokens:
         raise ConfigError(
             f"a sequence has {lengths[order[0]]} tokens, {section}.micro_batch_tokens is "
             f"{micro_batch_tokens}: raise it to at least {lengths[order[0]]}, or lower "
             "data.max_prompt_tokens or rollout.max_new_tokens"
         )
+    if layout == "padded":
+        return _one_a_row(lengths, order, micro_batch_tokens)
+    return _many_a_row(lengths, order, micro_batch_tokens, one_row=layout == "one_row")
+
+
+def _one_a_row(lengths: Sequence[int], order: Sequence[int], micro_batch_tokens: int) -> MicroBatches:
     micro_batches: list[tuple[int, ...]] = []
     start = 0
     while start < len(order):
-        rows = micro_batch_tokens // max(lengths[order[start]], 1)
+        rows = micro_batch_tokens // lengths[order[start]]
         micro_batches.append(tuple(order[start : start + rows]))
         start += rows
     return tuple(micro_batches)
+
+
+def _many_a_row(
+    lengths: Sequence[int], order: Sequence[int], micro_batch_tokens: int, *, one_row: bool
+) -> MicroBatches:
+    """Each to the first row with room for it; the rows of a micro-batch are as long as its first."""
+    micro_batches: list[list[int]] = []
+    rows: list[tuple[int, Row]] = []  # with the micro-batch that each is in
+    width = spare = 0  # of the last micro-batch's rows, and how many it may still get
+    for i in order:
+        found = next(((number, row) for number, row in rows if row.fits(lengths[i])), None)
+        if found is None:
+            if spare == 0:
+                width = micro_batch_tokens if one_row else lengths[i]
+                micro_batches.append([])
+                spare = micro_batch_tokens // width
+            spare -= 1
+            found = len(micro_batches) - 1, Row(width)
+            rows.append(found)
+        number, row = found
+        row.put(lengths[i])
+        micro_batches[number].append(i)
+    return tuple(map(tuple, micro_batches))

@@ -18,11 +18,32 @@ from asyncrl.errors import ConfigError
 from asyncrl.weight_sync.base import Manifest, TensorSpec
 
 
-def load_policy(path: str, *, dtype: torch.dtype, trust_remote_code: bool, checkpointing: bool) -> nn.Module:
-    """The model of a Hugging Face folder or name, in training mode, without dropout."""
+def load_policy(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    checkpointing: bool,
+    attention: str | None = None,
+) -> nn.Module:
+    """The model of a Hugging Face folder or name, in training mode, without dropout.
+
+    ``attention``: which implementation, None for transformers' own choice. Raises ConfigError for one that
+    the model or this machine does not have.
+    """
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attention
+        )
+    except (ImportError, ValueError) as error:
+        if attention is None:
+            raise
+        raise ConfigError(
+            f"learner.attention: found {attention!r}, with which {path} cannot be loaded: {error}; expected "
+            "auto, or one that is installed and that this model has"
+        ) from error
     return prepare_policy(model, checkpointing=checkpointing)
 
 
@@ -49,16 +70,20 @@ def switch_dropout_off(module: nn.Module) -> None:
             part.attention_dropout = 0.0  # type: ignore[assignment]
 
 
-def selected_logits(model: Any, input_ids: Tensor, positions: Tensor) -> Tensor:
-    """Logits at ``positions``, indices into the flattened inputs: (B, L), (N,) -> (N, V).
+def selected_logits(
+    model: Any, input_ids: Tensor, positions: Tensor, position_ids: Tensor | None = None
+) -> Tensor:
+    """Logits at ``positions``, indices into the flattened inputs: (R, L), (N,) -> (N, V).
 
-    ``model`` is a prepared policy or an engine around one.
+    ``model`` is a prepared policy or an engine around one. ``position_ids`` (R, L), where given, start at 0
+    with each of the sequences that share a row: models build a mask from them that keeps those apart.
     """
+    places = {} if position_ids is None else {"position_ids": position_ids}
     # By way of an attribute, because models do not pass unknown arguments on to their head.
     head = getattr(model, "module", model).get_output_embeddings()
     head.selected_positions = positions
     try:
-        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits  # (1, N, V)
+        logits: Tensor = model(input_ids=input_ids, use_cache=False, **places).logits  # (1, N, V)
     finally:
         del head.selected_positions
     return logits.squeeze(0)
@@ -76,5 +101,5 @@ def _select(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | N
     positions = getattr(head, "selected_positions", None)
     if not isinstance(positions, Tensor):
         return None
-    hidden = args[0].flatten(0, 1)  # (B * L, H)
+    hidden = args[0].flatten(0, 1)  # (R * L, H)
     return (hidden.index_select(0, positions).unsqueeze(0), *args[1:])

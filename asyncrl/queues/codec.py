@@ -52,15 +52,15 @@ _COLUMNS: Final = {"prompt_ids": "<i4", **_RESPONSE_COLUMNS}
 def encode_group(group: Group) -> bytes:
     """One record. CodecError if the group breaks an invariant; nothing is cast silently."""
     start_version = _integer(group.start_version, "start_version")
-    for trajectory in group.trajectories:
+    for trajectory in group.answers:
         _check_arrays(trajectory)
     columns = {
-        name: _join([getattr(trajectory, name) for trajectory in group.trajectories], dtype)
+        name: _join([getattr(trajectory, name) for trajectory in group.answers], dtype)
         for name, dtype in _COLUMNS.items()
     }
-    lengths = [len(t.token_ids) for t in group.trajectories]
+    lengths = [len(t.token_ids) for t in group.answers]
     _check_columns(columns, lengths, start_version)
-    heads = [_encode_head(trajectory) for trajectory in group.trajectories]
+    heads = [_encode_head(trajectory) for trajectory in group.answers]
     body = {
         "ordinal": _integer(group.ordinal, "ordinal"),
         "uid": _text(group.uid, "uid"),
@@ -68,6 +68,8 @@ def encode_group(group: Group) -> bytes:
         "trajectories": heads,
         "columns": {name: [_COLUMNS[name], len(a), a.view(np.uint8).data] for name, a in columns.items()},
     }
+    if group.baseline is not None:
+        body["baseline"] = True  # the last of the trajectories
     _check_samples(heads)
     return frame(body, f"group {group.ordinal}")
 
@@ -122,6 +124,7 @@ def group_meta(group: Group, payload: bytes, failures: Sequence[SampleFailure] =
         uid=group.uid,
         start_version=group.start_version,
         trajectories=tuple(trajectory.meta() for trajectory in group.trajectories),
+        baseline=None if group.baseline is None else group.baseline.meta(),
         checksum=checksum(payload),
         nbytes=len(payload),
         failures=tuple(failures),
@@ -192,12 +195,18 @@ def _encode_head(trajectory: Trajectory) -> list[Any]:
 
 
 def _decode_document(document: Any) -> Group:
-    fields = _map(document, ("ordinal", "uid", "start_version", "trajectories", "columns"), "the body")
+    keys: tuple[str, ...] = ("ordinal", "uid", "start_version", "trajectories", "columns")
+    has_baseline = isinstance(document, dict) and "baseline" in document
+    fields = _map(document, (*keys, "baseline") if has_baseline else keys, "the body")
     raw = _map(fields["columns"], tuple(_COLUMNS), "columns")
     columns = {name: _column(raw[name], dtype, name) for name, dtype in _COLUMNS.items()}
     heads = fields["trajectories"]
     if not isinstance(heads, list):
         raise CodecError(f"trajectories is a {type(heads).__name__}, expected a list")
+    if has_baseline and (fields["baseline"] is not True or not heads):
+        raise CodecError(
+            f"baseline is {fields['baseline']!r} of {len(heads)} trajectories, expected true of at least 1"
+        )
     for head in heads:
         if not isinstance(head, list) or len(head) != 7:
             raise CodecError("a trajectory's head is not a list of 7 values")
@@ -236,7 +245,8 @@ def _decode_document(document: Any) -> Group:
         ordinal=_integer(fields["ordinal"], "ordinal"),
         uid=_text(fields["uid"], "uid"),
         start_version=start_version,
-        trajectories=tuple(trajectories),
+        trajectories=tuple(trajectories[:-1] if has_baseline else trajectories),
+        baseline=trajectories[-1] if has_baseline else None,
     )
 
 

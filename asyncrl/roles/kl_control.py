@@ -45,12 +45,11 @@ class KLControl:
         else:
             self._adaptive.value = value
 
-    def penalised(self, rewards: Sequence[float], group: ReadyGroup) -> tuple[float, ...]:
-        """The rewards of a group less coefficient times KL, where that comes off whole answers."""
+    def penalties(self, group: ReadyGroup) -> tuple[float, ...]:
+        """What comes off the rewards of a group: coefficient times KL where whole answers pay it, else 0."""
         if not self._of_answers:
-            return tuple(rewards)
-        kl = _kl(group)
-        return tuple(r - self.coefficient * k for r, k in zip(rewards, kl, strict=True))
+            return (0.0,) * len(group.meta.trajectories)
+        return tuple(self.coefficient * kl for kl in _kl(group))
 
     def end_step(self, groups: Sequence[ReadyGroup], result: StepResult) -> Metrics:
         """Take in what an update measured; returns the metrics of its own coefficient."""

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
 from asyncrl.learners.base import RankStep, TrainSample
 from asyncrl.learners.deepspeed import DeepSpeedLearner
+from asyncrl.learners.layout import Layout
 from asyncrl.weight_sync.base import Manifest, plan_buckets
 from asyncrl.weight_sync.verify import state_checksum
 from tests.unit.recorded_batches import MAX_AGE, record_batch, shares, with_reference, with_values
@@ -51,6 +52,7 @@ class Rank:
     port: int
     lr: float = 1e-3
     dtype: str = "float32"
+    packing: bool = False
 
 
 @contextmanager
@@ -58,7 +60,13 @@ def learner(at: Rank) -> Iterator[tuple[DeepSpeedLearner, Manifest]]:
     rank = DeepSpeedLearner(
         model=ModelSection.model_validate({"path": str(at.folder), "dtype": at.dtype}),
         learner=LearnerSection(
-            ranks=at.ranks, zero_stage=at.stage, lr=at.lr, device="cpu", warmup_steps=3, max_grad_norm=0.05
+            ranks=at.ranks,
+            zero_stage=at.stage,
+            lr=at.lr,
+            device="cpu",
+            warmup_steps=3,
+            max_grad_norm=0.05,
+            packing=at.packing,
         ),
         algorithm=AlgorithmSection(),
         model_path=str(at.folder),
@@ -81,7 +89,8 @@ def share_of(
     at: Rank, version: int, groups: int = 4, micro_batch_tokens: int = 80, advantage: str = "grpo"
 ) -> RankStep:
     batch = record_batch(version, groups=groups)
-    return shares(batch, version, at.ranks, micro_batch_tokens, advantage)[at.rank]
+    layout: Layout = "packed" if at.packing else "padded"
+    return shares(batch, version, at.ranks, micro_batch_tokens, advantage, layout=layout)[at.rank]
 
 
 def gradients(at: Rank, splits: list[tuple[int, int]]) -> list[tuple[list[int], Arrays]]:
@@ -100,18 +109,19 @@ def gradients(at: Rank, splits: list[tuple[int, int]]) -> list[tuple[list[int], 
 
 
 def algorithm_gradients(
-    at: Rank, algorithms: list[dict[str, Any]], splits: list[int]
+    at: Rank, algorithms: list[dict[str, Any]], splits: list[tuple[int, bool]]
 ) -> list[list[tuple[int, Arrays]]]:
-    """For each algorithm and micro_batch_tokens: the number of micro-batches, and the full gradient."""
+    """For each algorithm, and (micro_batch_tokens, packing): number of micro-batches, and full gradient."""
     found = []
-    with learner(replace(at, lr=1e-30)) as (rank, manifest):
+    with learner(replace(at, lr=1e-30, packing=True)) as (rank, manifest):
         parameters = dict(rank._engine.module.named_parameters())
         for values in algorithms:
             algorithm = AlgorithmSection.model_validate(values)
             rank._set_algorithm(algorithm, TEMPERATURE, MAX_AGE, Path.cwd())
             of_algorithm = []
-            for micro_batch_tokens in splits:
-                share = share_of(at, 2, 4, micro_batch_tokens, algorithm.advantage)
+            for micro_batch_tokens, packing in splits:
+                rank._settings = rank._settings.model_copy(update={"packing": packing})
+                share = share_of(replace(at, packing=packing), 2, 4, micro_batch_tokens, algorithm.advantage)
                 share = with_values(share) if algorithm.advantage == "gae" else share
                 rank.accumulate(share)
                 full = {s.name: deepspeed.utils.safe_get_full_grad(parameters[s.name]) for s in manifest}
@@ -148,7 +158,8 @@ def several_updates(at: Rank, algorithm: dict[str, Any]) -> tuple[bool, dict[str
     with learner(at) as (rank, _):
         rank._set_algorithm(section, TEMPERATURE, MAX_AGE, Path.cwd())
         batch = record_batch(2)
-        share = shares(batch, 2, at.ranks, 80, section.advantage, section.mini_batches)[at.rank]
+        layout: Layout = "packed" if at.packing else "padded"
+        share = shares(batch, 2, at.ranks, 80, section.advantage, section.mini_batches, layout)[at.rank]
         result = rank.step(share)
         return result.skipped, result.metrics, to_arrays(dict(rank.named_parameters()))
 
@@ -231,7 +242,7 @@ def run_ranks(job: Callable[..., Any], folder: Path, *, stage: int, ranks: int, 
     context.set_forkserver_preload([__name__])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    fields = {key: options.pop(key) for key in ("lr", "dtype") if key in options}
+    fields = {key: options.pop(key) for key in ("lr", "dtype", "packing") if key in options}
     with ProcessPoolExecutor(ranks, mp_context=context) as pool:
         futures = [
             pool.submit(job, Rank(folder, stage, rank, ranks, port, **fields), **options)

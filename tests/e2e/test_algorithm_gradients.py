@@ -1,4 +1,4 @@
-"""Through DeepSpeed, each preset's gradient is that of its formula, whatever the ranks and the split.
+"""Through DeepSpeed, each preset's gradient is that of its formula, whatever ranks, split and packing.
 
 The reference is written without the objective: plain autograd in float64 over log pi, row by row and
 unpadded, with the weights of the formula at the step's start, where pi = p.
@@ -50,8 +50,8 @@ ALGORITHMS: list[tuple[dict[str, Any], Weight]] = [
     ({"loss": "topr", **UNCORRECTED}, topr),
     ({"loss": "m2po", "m2po_tau": 0.2, **UNCORRECTED}, m2po),
 ]
-SPLITS = [10_000, 80]
-"""micro_batch_tokens: everything at once, and in many parts."""
+SPLITS = [(10_000, False), (80, False), (10_000, True), (120, True)]
+"""micro_batch_tokens and packing: everything at once, and in many parts, a row each and several a row."""
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +119,10 @@ def test_the_gradient_of_each_algorithm_is_that_of_its_formula(
     )
     for found in by_rank:
         for values, reference, of_algorithm in zip(algorithms, references, found, strict=True):
-            (whole, _), (parts, _) = of_algorithm
-            assert whole < 4 <= parts
+            whole, parts, packed_whole, packed_parts = (count for count, _ in of_algorithm)
+            assert whole == packed_whole == 1
+            assert parts >= 4
+            assert packed_parts == 4 // ranks
             assert max(np.abs(g).max() for g in reference.values()) > 1e-3
             for _, gradient in of_algorithm:
                 assert gradient.keys() == reference.keys()

@@ -67,13 +67,13 @@ def by_torch(folder: Path) -> tuple[dict[str, np.ndarray], list[float], float]:
     return parameters, norms, float(torch.cat(clipped).float().mean())
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
-def test_a_step_of_several_updates(folder: Path, ranks: int, stage: int) -> None:
+@pytest.mark.parametrize(("ranks", "stage", "packing"), [(1, 0, True), (2, 3, False)])
+def test_a_step_of_several_updates(folder: Path, ranks: int, stage: int, packing: bool) -> None:
     expected, norms, clipped = by_torch(folder)
     assert 0.05 < clipped < 0.9, "the clip has to act for this to be a test of p"
     before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     for skipped, metrics, found in run_ranks(
-        several_updates, folder, stage=stage, ranks=ranks, lr=LR, algorithm=ALGORITHM
+        several_updates, folder, stage=stage, ranks=ranks, lr=LR, packing=packing, algorithm=ALGORITHM
     ):
         assert not skipped
         assert metrics["actor/updates"] == 4.0

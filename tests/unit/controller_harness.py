@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.config_load import parse_config
 from asyncrl.controller import Controller, Summary
-from asyncrl.environments.base import RolloutResult
+from asyncrl.environments.base import Rollout, RolloutResult, single_turn
 from asyncrl.evaluation import Evaluator
 from asyncrl.generators.local import LocalReplica
 from asyncrl.generators.pool import GeneratorPool
@@ -108,6 +108,7 @@ def run(
     learner: ScriptedLearner | None = None,
     *,
     scorer: ScriptedScorer | None = None,
+    rollout: Rollout = single_turn,
     eval_tasks: Sequence[Task] = (),
     during: Callable[[Outcome], Any] | None = None,
     controller_class: type[Controller] = Controller,
@@ -126,15 +127,17 @@ def run(
         import asyncio
 
         loop = asyncio.get_running_loop()
-        hosts = [RolloutHost(g, scorer or ScriptedScorer(), lambda ids: "") for g in generators]
+
+        def host(generator: ScriptedGenerator) -> RolloutHost:
+            return RolloutHost(generator, scorer or ScriptedScorer(), lambda ids: "", rollout=rollout)
 
         def restart(name: str) -> LocalReplica:
             assert spare is not None
             generators.append(spare())
-            return LocalReplica(name, RolloutHost(generators[-1], scorer or ScriptedScorer(), lambda ids: ""))
+            return LocalReplica(name, host(generators[-1]))
 
         pool = GeneratorPool(
-            [LocalReplica(f"generator {i}", host) for i, host in enumerate(hosts)],
+            [LocalReplica(f"generator {i}", host(g)) for i, g in enumerate(generators)],
             restart=restart if spare is not None else None,
             max_restarts=settings.generators.max_restarts,
             health_every_s=settings.generators.health_every_s,

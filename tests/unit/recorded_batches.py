@@ -13,6 +13,7 @@ from asyncrl.algorithms.advantages import group_advantages
 from asyncrl.algorithms.names import PREFERENCE_NAMES
 from asyncrl.algorithms.pairs import pair_signs
 from asyncrl.learners.base import RankStep, TrainSample
+from asyncrl.learners.layout import Layout
 from asyncrl.learners.packing import plan_step
 from asyncrl.types import Batch, BatchItem, Group, GroupMeta, Trajectory
 
@@ -78,6 +79,7 @@ def shares(
     micro_batch_tokens: int,
     advantage: str = "grpo",
     mini_batches: int = 1,
+    layout: Layout = "padded",
 ) -> list[RankStep]:
     """What each rank is asked to train."""
     batch = batch_of(groups, version, advantage)
@@ -96,7 +98,7 @@ def shares(
             sequences=plan.sequences,
             mini_batches=plan.mini_batches,
         )
-        for plan in plan_step(batch, ranks, micro_batch_tokens, mini_batches)
+        for plan in plan_step(batch, ranks, micro_batch_tokens, mini_batches, layout)
     ]
 
 

@@ -21,6 +21,7 @@ from asyncrl.algorithms.names import (
     CORRECTING,
     KL_ESTIMATOR_NAMES,
     LOSS_NAMES,
+    NEEDING_GREEDY,
     PREFERENCE_NAMES,
     PRESETS,
 )
@@ -40,7 +41,7 @@ def choices(key: str) -> set[str]:
 
 
 def test_the_config_knows_the_names_of_the_registries() -> None:
-    assert set(ADVANTAGE_NAMES) == ADVANTAGES.keys()
+    assert set(ADVANTAGE_NAMES) == ADVANTAGES.keys() | NEEDING_GREEDY
     assert ADVANTAGES.keys() - UNBASELINED == COMPARING
     assert set(LOSS_NAMES) == LOSSES.keys()
     assert LOSSES.keys() > CORRECTING
@@ -78,13 +79,13 @@ def test_what_is_set_beside_a_preset_wins() -> None:
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("algorithm.advantage=remax", ["advantage: found 'remax'", "greedy answer"]),
         ("algorithm.advantage=gpro", ["advantage: found 'gpro'", "grpo", "file.py:function"]),
         ("algorithm.loss=ppo", ["loss: found 'ppo'", "ppo_clip", "file.py:function"]),
         ("algorithm.loss=aipo", ["correction: found 'tis'", "'aipo'", "by itself", "expected none"]),
         ("algorithm.icepop_low=6", ["icepop_low: found 6", "less than icepop_high = 5"]),
         ("algorithm.mask_high=0.1", ["mask_low: found 0.5", "less than mask_high = 0.1"]),
         ("algorithm.reward_clip=[1,-1]", ["reward_clip: found 1", "-1"]),
+        ("learner.attention=flash_attention_2", ["learner.attention: found", "float32", "bfloat16"]),
         ("algorithm.mini_batches=9", ["groups_per_step: found 8", "1 * 9 = 9"]),
         ("algorithm.preset=drgrpo", ["preset: found 'drgrpo'", "'dr_grpo'"]),
     ],
@@ -108,6 +109,7 @@ def test_advantages_that_compare_need_a_group() -> None:
         (line,) = errors(*alone, f"algorithm.advantage={name}")
         assert f"because the {name} advantage compares" in line
     parse_config(VALUES, [*alone, "algorithm.preset=reinforce_plus_plus"])
+    parse_config(VALUES, [*alone, "algorithm.advantage=remax"])
 
 
 def test_the_plan_shows_the_whole_block() -> None:

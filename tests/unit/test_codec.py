@@ -50,6 +50,31 @@ def group(*trajectories: Trajectory, **changes: object) -> Group:
     return dataclasses.replace(Group(7, "train-7", 4, trajectories or (trajectory(),)), **changes)
 
 
+def test_a_baseline_comes_out_beside_the_others() -> None:
+    untrained = trajectory(2, loss_mask=np.zeros(3, np.bool_), reward=0.25)
+    with_baseline = group(trajectory(0), trajectory(1, tokens=5), baseline=untrained)
+    payload = encode_group(with_baseline)
+    found = decode_group(payload)
+    assert_equal(found, with_baseline)
+    assert [t.sample for t in found.answers] == [0, 1, 2]
+    assert found.baseline is not None
+    assert found.baseline.reward == 0.25
+    meta = group_meta(with_baseline, payload)
+    assert meta.baseline == untrained.meta()
+    assert (meta.rewards, meta.loss_tokens) == ((0.5, 0.5), 8)
+    with pytest.raises(CodecError, match=r"samples \[0, 0\]"):
+        encode_group(group(trajectory(0), baseline=dataclasses.replace(untrained, sample=0)))
+
+
+@pytest.mark.parametrize("value", [False, 1, None])
+def test_a_baseline_that_is_not_marked_by_true_is_refused(value: object) -> None:
+    whole = encode_group(group(trajectory(0), baseline=trajectory(1)))
+    document = msgpack.unpackb(whole[16:])
+    document["baseline"] = value
+    with pytest.raises(CodecError, match="baseline is"):
+        decode_group(record(msgpack.packb(document)))
+
+
 def assert_equal(found: Group, expected: Group) -> None:
     assert (found.ordinal, found.uid, found.start_version) == (
         expected.ordinal,
@@ -57,7 +82,7 @@ def assert_equal(found: Group, expected: Group) -> None:
         expected.start_version,
     )
     assert len(found.trajectories) == len(expected.trajectories)
-    for a, b in zip(found.trajectories, expected.trajectories, strict=True):
+    for a, b in zip(found.answers, expected.answers, strict=True):
         for name in ARRAYS:
             left, right = getattr(a, name), getattr(b, name)
             assert left.dtype == right.dtype

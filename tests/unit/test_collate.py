@@ -50,6 +50,24 @@ def test_positions_name_the_inputs_that_predict_trained_tokens() -> None:
     assert batch.fresh.tolist() == [[True], [False]]
 
 
+def test_samples_that_share_a_row_start_at_position_zero() -> None:
+    long = sample([5, 6], [7, 8, PAD_AND_EOS, 9], [True, False, True, True], [4, 4, 4, 4])
+    short, single = sample([9], [3], [True], [3]), sample([4, 4], [2], [True], [4])
+    batch = collate([long, single, short], version=4, device=CPU, layout="packed")
+
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, PAD_AND_EOS], [4, 4, 0, 9, 0]]
+    assert batch.position_ids is not None
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4], [0, 1, 0, 0, 0]]
+    assert batch.positions.tolist() == [1, 3, 4, 6, 8]
+    assert batch.targets.tolist() == [7, PAD_AND_EOS, 9, 2, 3]
+    # What is known of an answer stays in a row of its own.
+    padded = collate([long, single, short], version=4, device=CPU)
+    for name in ("targets", "mask", "behaviour", "advantages", "fresh", "ages"):
+        assert getattr(batch, name).equal(getattr(padded, name)), name
+    whole = collate([long, single, short], version=4, device=CPU, layout="one_row")
+    assert whole.input_ids.tolist() == [[5, 6, 7, 8, PAD_AND_EOS, 0, 4, 4, 0, 9]]
+
+
 def test_a_dummy_has_one_row_and_nothing_to_train() -> None:
     batch = collate([], version=0, device=CPU)
     assert batch.input_ids.shape == (1, 1)

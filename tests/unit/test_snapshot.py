@@ -42,9 +42,19 @@ class CountingScorer:
         return Score(float(len(result.token_ids)), {"tokens": float(len(result.token_ids))})
 
 
-def asked(samples: int = 4, *, start_version: int = 0, new: int = 60) -> GroupRequest:
+def asked(
+    samples: int = 4, *, start_version: int = 0, new: int = 60, greedy_baseline: bool = False
+) -> GroupRequest:
     task = Task(KEY[1], KEY[0], "", (1, 2, 3))
-    return GroupRequest(task, start_version, samples, SamplingParams(new), seed=0, deadline_s=1e6)
+    return GroupRequest(
+        task,
+        start_version,
+        samples,
+        SamplingParams(new),
+        seed=0,
+        deadline_s=1e6,
+        greedy_baseline=greedy_baseline,
+    )
 
 
 def host(generator: Any, scorer: CountingScorer | None = None, **options: Any) -> RolloutHost:
@@ -143,25 +153,26 @@ def test_a_payload_without_the_group_or_cut_off_is_refused() -> None:
     deaths=st.lists(st.integers(0, 30).map(lambda tokens: (tokens + 0.5) / 10), min_size=1, max_size=4),
     slots=st.sampled_from([1, 3, 64]),
     scoring_s=st.sampled_from([0.0, 0.7]),
+    greedy=st.booleans(),
 )
 def test_a_group_that_moves_at_any_moments_is_the_undisturbed_one_and_nothing_is_done_twice(
-    deaths: list[float], slots: int, scoring_s: float
+    deaths: list[float], slots: int, scoring_s: float, greedy: bool
 ) -> None:
     def generator() -> ScriptedGenerator:
         return ScriptedGenerator(slots=slots, length=log_normal_length(12, 0.7), token_s=0.1)
 
     async def main() -> None:
-        whole = await live(host(generator()), asked(), 1e6)
+        whole = await live(host(generator()), asked(greedy_baseline=greedy), 1e6)
         scorer = CountingScorer(scoring_s)
         lives: list[Life] = []
         for at_s in [*deaths, 1e6]:
             salvage = next((each.salvage for each in reversed(lives) if each.salvage), None)
-            lives.append(await live(host(generator(), scorer), asked(), at_s, salvage))
+            lives.append(await live(host(generator(), scorer), asked(greedy_baseline=greedy), at_s, salvage))
             if lives[-1].payload is not None:
                 break
         assert lives[-1].payload == whole.payload
         assert sum(each.tokens for each in lives) == whole.tokens
-        assert scorer.calls == 4
+        assert scorer.calls == 4 + greedy
         kept = [each.progress.tokens for each in lives if each.progress is not None]
         assert kept == sorted(kept), "a later life lost what an earlier one had"
 

@@ -1,0 +1,62 @@
+"""Whether a model keeps sequences apart that share a row: asked of the model itself, at the start.
+
+Attention layers do, where they build their mask from position ids that start again at 0. A layer that
+carries a state from token to token (state spaces, linear attention, convolutions) does not, nor does a
+model that has no use for positions: its answers would leak into each other, and nothing would show it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import ConfigError
+from asyncrl.learners.policy import selected_logits
+
+LENGTHS = (11, 17)
+"""Of the two sequences that are run together and apart, in tokens."""
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+"""Largest mean difference of log-probs, over the vocabulary and the tokens of the second sequence."""
+
+
+@torch.no_grad()
+def packing_difference(model: Any, vocabulary: int, device: torch.device) -> float:
+    """Mean difference of the second sequence's log-probs behind another one and alone; collective.
+
+    ``model`` is a prepared policy or an engine around one.
+    """
+    # Spread over the vocabulary, and the same on every rank: parameters may be gathered for it.
+    tokens = (torch.arange(sum(LENGTHS), device=device) * 7919 + 1) % vocabulary
+    first, second = LENGTHS
+    places = torch.cat([torch.arange(n, device=device) for n in LENGTHS])
+    behind = torch.arange(first, first + second, device=device)
+    together = _logprobs(model, tokens, behind, places)
+    alone = _logprobs(model, tokens[first:], behind - first, None)
+    return float((together - alone).abs().mean())
+
+
+def require_exact_packing(model: Any, dtype: str, device: torch.device) -> None:
+    """Raises ConfigError for a model that cannot take several sequences in a row; collective."""
+    module = getattr(model, "module", model)
+    name = type(module).__name__
+    try:
+        difference = packing_difference(model, int(module.config.get_text_config().vocab_size), device)
+    except TypeError as error:
+        raise ConfigError(
+            f"learner.packing: found true with {name}, which takes no position_ids: {error}; expected a "
+            "model of attention layers, or learner.packing false"
+        ) from error
+    if not difference <= TOLERANCE[dtype]:
+        raise ConfigError(
+            f"learner.packing: found true with {name}, whose log-probs of a sequence differ by "
+            f"{difference:.2g} on average when another one stands before it in the row; expected at most "
+            f"{TOLERANCE[dtype]:g} in {dtype}: set learner.packing to false"
+        )
+
+
+def _logprobs(model: Any, tokens: Tensor, positions: Tensor, places: Tensor | None) -> Tensor:
+    """(L,), (N,) -> (N, V)."""
+    logits = selected_logits(model, tokens[None], positions, None if places is None else places[None])
+    return logits.float().log_softmax(-1)
