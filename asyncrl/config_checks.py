@@ -87,7 +87,7 @@ def algorithm_problems(algorithm: AlgorithmSection) -> list[str]:
                 )
         if algorithm.kl == "reward":
             problems.append(
-                "kl: found 'reward' with objectives 'normalised', where no one reward is left to take it off; "
+                "kl: found 'reward' with objectives 'normalised', where no single reward pays it; "
                 "expected loss or none, or objectives sum"
             )
     correction = algorithm.correction

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ class StagingReceiver:
             if order == _LEAVE:
                 break
             member.busy = True
-            _tell(store, spec, _received(**order), lambda v=order["version"]: self._receive(member, v))
+            _tell(store, spec, _received(**order), partial(self._receive, member, order["version"]))
             member.busy = False
         member.close()
 

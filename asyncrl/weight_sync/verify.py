@@ -86,7 +86,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _xxh3(tensor: Tensor) -> Tensor:
     """(2,) int64, in host memory. Other threads run meanwhile."""
-    digest = xxhash.xxh3_128_digest(_bytes(tensor).cpu().numpy())
+    digest = xxhash.xxh3_128_digest(_bytes(tensor).cpu().numpy().data)
     return torch.frombuffer(bytearray(digest), dtype=torch.int64)
 
 
