@@ -240,8 +240,8 @@ async def measure(options: Options, model: str) -> dict[str, Any]:
         built = max(outcome.build_s for outcome in engine.staged_outcomes)
         idle_push = time.perf_counter() - began - built
     finally:
-        sender.kill()
         await engine.close()
+        sender.kill()
     return {
         "model": options.model or "2.7M",
         "mbytes": nbytes / 2**20,

@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 from collections.abc import Coroutine, Sequence
@@ -44,13 +45,14 @@ from asyncrl.generators.vllm_start import start_vllm, warm_up_requests
 from asyncrl.types import Completion, Float32Array, GenerationRequest
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 from asyncrl.weight_sync.broadcast import connect_store
-from asyncrl.weight_sync.staging import Outcome, await_joined
+from asyncrl.weight_sync.staging import Outcome, await_joined, dismiss
 from asyncrl.weight_sync.staging import receive as receive_staged
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 20.0
+_DISMISS_TIMEOUT_S = 1.0
 _FIRST = -1
 """A priority before that of all other requests, 0."""
 
@@ -140,10 +142,19 @@ class VLLMEngine:
         """End all of vLLM's processes; requests that still run fail with GeneratorError."""
         self._end("the engine was closed")
         engine, self._engine = self._engine, None
+        if self._spec is not None:
+            await self._dismiss_receivers(self._spec)
         if engine is not None:
             await asyncio.to_thread(engine.shutdown, _CLOSE_TIMEOUT_S)
             del engine
             gc.collect()  # it is part of cycles, and its end fails in an interpreter that ends
+
+    async def _dismiss_receivers(self, spec: PushGroupSpec) -> None:
+        """Have what stands ready in the workers leave; where that takes long, they end with their process."""
+        dismissing = asyncio.to_thread(dismiss, self._store, spec, self._ranks(spec))
+        with contextlib.suppress(WeightSyncError, TimeoutError):
+            async with asyncio.timeout(_DISMISS_TIMEOUT_S):
+                await dismissing
 
     def _end(self, why: str) -> None:
         """Everything that waits, and all that comes, fails from now on."""

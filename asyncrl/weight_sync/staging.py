@@ -172,7 +172,7 @@ class _Member:
         """Have the thread end; whether it did, within a moment. ``store`` is the one that it listens to."""
         assert self.thread is not None, "join() started it"
         if self.thread.is_alive():
-            store.queue_push(_orders(self.spec.prefix, self.spec.rank), json.dumps(_LEAVE))
+            dismiss(store, self.spec, [self.spec.rank])
         self.thread.join(_GRACE_S)
         return not self.thread.is_alive()
 
@@ -200,6 +200,13 @@ def receive(
         for rank in ranks:
             store.queue_push(_orders(spec.prefix, rank), order)
     return _await(store, spec, _received(version, ticket), ranks, doing)
+
+
+def dismiss(store: Any, spec: PushGroupSpec, ranks: Sequence[int]) -> None:
+    """Have ``ranks`` leave the group of ``spec`` once they are done. Raises WeightSyncError."""
+    with as_weight_sync_error(f"dismissing workers {list(ranks)} from push group {spec.prefix!r}"):
+        for rank in ranks:
+            store.queue_push(_orders(spec.prefix, rank), json.dumps(_LEAVE))
 
 
 def _await(store: Any, spec: PushGroupSpec, what: str, ranks: Sequence[int], doing: str) -> list[Outcome]:

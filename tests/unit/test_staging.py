@@ -14,7 +14,7 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.weight_sync import staging
 from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec
 from asyncrl.weight_sync.broadcast import PushGroup, connect_store, create_store
-from asyncrl.weight_sync.staging import Outcome, StagingReceiver, await_joined, receive
+from asyncrl.weight_sync.staging import Outcome, StagingReceiver, await_joined, dismiss, receive
 
 MANIFEST = (TensorSpec("a", (3, 4), "float32"), TensorSpec("b", (5,), "bfloat16"))
 TIMEOUT_S = 20.0
@@ -35,6 +35,7 @@ class Push:
         self.receivers = [StagingReceiver(held.__setitem__) for held in self.used]
         self.waiter = connect_store(self.spec("waiter"))
         self.sender: PushGroup | None = None
+        self.last: PushGroupSpec | None = None
 
     def spec(self, prefix: str, timeout_s: float = TIMEOUT_S) -> PushGroupSpec:
         return PushGroupSpec("127.0.0.1", self.store.port, prefix, 0, 3, "gloo", 1 << 10, timeout_s, MANIFEST)
@@ -45,7 +46,7 @@ class Push:
         for rank, receiver in enumerate(self.receivers, start=1):
             receiver.join(replace(spec, rank=rank))
         assert [outcome.rank for outcome in await_joined(self.waiter, spec, (1, 2))] == [1, 2]
-        self.sender = joining.result()
+        self.sender, self.last = joining.result(), spec
         return spec
 
     def receive(
@@ -68,6 +69,8 @@ class Push:
 def push() -> Iterator[Push]:
     made = Push()
     yield made
+    if made.last is not None:
+        dismiss(made.waiter, made.last, (1, 2))
     for receiver in made.receivers:
         receiver.close()
     if made.sender is not None:
@@ -118,8 +121,13 @@ def test_a_thread_that_is_left_ends(push: Push) -> None:
 
     push.join("one")
     assert listening() == {"asyncrl-one"}
-    push.join("two")
+    spec = push.join("two")
     assert listening() == {"asyncrl-two"}
+    threads = [t for t in threading.enumerate() if t.name == "asyncrl-two"]
+    dismiss(push.waiter, spec, (1, 2))
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert listening() == set()
 
 
 def test_a_use_that_a_rebuild_finds_at_work_ends_before_the_next_begins(
