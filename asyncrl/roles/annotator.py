@@ -54,7 +54,7 @@ class Annotator:
         if not self._roles:
             return
         for group in groups:
-            start = max(start, self._landed_at.pop(group.meta.ordinal))
+            start = max(start, self._landed_at.pop(group.meta.ordinal, start))
         self._waited_s += end - start
 
     def forget(self, ordinal: int) -> None:

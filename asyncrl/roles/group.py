@@ -69,34 +69,34 @@ class RoleGroup:
 
     async def annotate(self, meta: GroupMeta, payload: Any) -> Annotation:
         async with self._free:
-            for seat in self._seats:
-                if seat.repair is not None and seat.repair.done():
-                    seat.repair.result()  # it failed, and whoever waited for it was cancelled
-            try:
-                return await self._try(meta, payload)
-            except RoleError as error:
-                log.warning("%s is annotated once more: %s", meta.uid, error)
-            return await self._try(meta, payload)
-
-    async def _try(self, meta: GroupMeta, payload: Any) -> Annotation:
-        """One try on the member with the fewest calls; it is replaced where it fails."""
-        seat = min(self._seats, key=lambda s: (s.repair is not None, s.calls))
-        seat.calls += 1
-        try:
-            if seat.repair is not None:
-                await asyncio.shield(seat.repair)
+            seat = await self._choose()
             member = seat.member
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    return await member.annotate(meta, payload)
-            except TimeoutError:
-                error = RoleError(
-                    f"{member.name} did not annotate {meta.uid} in {self._setting} = {self._timeout_s:g} s"
-                )
-            except RoleError as found:
-                error = found
-            await self._give_up(seat, member, error)
-            raise error
+                return await self._ask(seat, meta, payload)
+            except RoleError as error:
+                log.warning("%s has to be annotated once more: %s", meta.uid, error)
+                await self._give_up(seat, member, error)
+            return await self._ask(await self._choose(), meta, payload)
+
+    async def _choose(self) -> _Seat:
+        """The seat with the fewest calls, of those whose member is there if any is."""
+        for seat in self._seats:
+            if seat.repair is not None and seat.repair.done():
+                seat.repair.result()  # it failed, and whoever waited for it was cancelled
+        seat = min(self._seats, key=lambda s: (s.repair is not None, s.calls))
+        if seat.repair is not None:
+            await asyncio.shield(seat.repair)
+        return seat
+
+    async def _ask(self, seat: _Seat, meta: GroupMeta, payload: Any) -> Annotation:
+        seat.calls += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await seat.member.annotate(meta, payload)
+        except TimeoutError:
+            raise RoleError(
+                f"{seat.member.name} did not annotate {meta.uid} in {self._setting} = {self._timeout_s:g} s"
+            ) from None
         finally:
             seat.calls -= 1
 
