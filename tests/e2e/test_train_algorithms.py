@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .runs import assert_sound, finish
+from .runs import assert_sound, finish, start
 
 # The reward is a share of characters, so that groups differ; one in three gets the same for all.
 MINE = """
@@ -52,3 +52,10 @@ def test_users_functions_several_updates_and_groups_without_signal(tmp_path: Pat
     assert all((end["reason"], end["reward_mean"]) == ("zero_variance", 0.5) for end in filtered)
     assert lines[-1]["ledger/filtered"] == len([e for e in filtered if e["step"] <= 4])
     assert all(line["actor/grad_norm"] > 0 for line in lines)
+
+
+def test_what_a_learner_finds_out_about_its_model_is_the_users_to_fix(tmp_path: Path) -> None:
+    run = start(tmp_path, "model.dtype=bfloat16", "learner.attention=flash_attention_2", name="attention")
+    assert run.wait() == 2, run.text
+    assert "learner.attention: found 'flash_attention_2', with which" in run.text
+    run.assert_nothing_left(within_s=15)
