@@ -182,6 +182,11 @@ class Group:
     """A greedy answer beside them, whose reward they are compared with; it is never trained."""
 
     @property
+    def response_lengths(self) -> tuple[int, ...]:
+        """T of each trajectory."""
+        return tuple(len(trajectory.token_ids) for trajectory in self.trajectories)
+
+    @property
     def answers(self) -> tuple[Trajectory, ...]:
         """All of them, the baseline last."""
         return self.trajectories if self.baseline is None else (*self.trajectories, self.baseline)

@@ -72,8 +72,9 @@ class ScriptedRoleMember:
             if call in self._dies_at:
                 self._up = False
             self._require_up()
-        findings = self._findings(decode_group(payload))
-        record = encode_annotation(meta.ordinal, findings.arrays)
+        group = decode_group(payload)
+        findings = self._findings(group)
+        record = encode_annotation(group.ordinal, group.response_lengths, findings.arrays)
         found = AnnotationMeta(self._role, checksum(record), len(record), self._annotate_s, findings.scalars)
         return Annotation(found, record)
 
