@@ -4,8 +4,7 @@ A record of the codec with a magic of its own, "ARLA". Its body is a msgpack map
 lie in it one after the other, as bytes.
 
 Invariants:
-- ``decode_annotation(encode_annotation(o, arrays))`` gives back the arrays bit for bit; they are
-  read-only views of the record.
+- Decoding what was encoded gives back the arrays bit for bit; they are read-only views of the record.
 - Every name has the same lengths: those of the group's trajectories, in their order.
 - A value that is not finite is refused on both sides: a role that computes NaN is broken, and the
   learner must not hear of it through a gradient.
@@ -29,19 +28,21 @@ Arrays = Mapping[str, Sequence[Float32Array]]
 """By name, an array (T,) for each trajectory."""
 
 
-def encode_annotation(ordinal: int, arrays: Arrays) -> bytes:
-    """One record about the group ``ordinal``. CodecError if the arrays are not as they have to be."""
-    lengths = {name: [_length(name, array) for array in column] for name, column in arrays.items()}
-    found = next(iter(lengths.values()), [])
-    for name, these in lengths.items():
-        if these != found:
-            raise CodecError(f"{name} has the lengths {these}, but {next(iter(lengths))} has {found}")
+def encode_annotation(ordinal: int, lengths: Sequence[int], arrays: Arrays) -> bytes:
+    """One record about the group ``ordinal``, also without any array.
+
+    ``lengths``: response tokens of each of the group's trajectories. CodecError for an array that is not one
+    dimension of float32, of another length, or not finite.
+    """
     columns = {}
     for name, column in arrays.items():
+        found = [_length(name, array) for array in column]
+        if found != list(lengths):
+            raise CodecError(f"{name} has the lengths {found}, expected {list(lengths)}")
         joined = np.concatenate(column, dtype=_DTYPE) if column else np.empty(0, _DTYPE)
         _require_finite(name, joined)
         columns[name] = joined.tobytes()
-    document = {"ordinal": ordinal, "lengths": found, "columns": columns}
+    document = {"ordinal": ordinal, "lengths": list(lengths), "columns": columns}
     return frame(document, f"the annotation of group {ordinal}", ANNOTATION_MAGIC)
 
 

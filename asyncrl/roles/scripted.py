@@ -73,7 +73,9 @@ class ScriptedRoleMember:
                 self._up = False
             self._require_up()
         findings = self._findings(decode_group(payload))
-        record = encode_annotation(meta.ordinal, findings.arrays)
+        record = encode_annotation(
+            meta.ordinal, [t.response_tokens for t in meta.trajectories], findings.arrays
+        )
         found = AnnotationMeta(self._role, checksum(record), len(record), self._annotate_s, findings.scalars)
         return Annotation(found, record)
 

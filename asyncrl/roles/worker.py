@@ -29,6 +29,6 @@ def annotated(role: str, worker: RoleWorker, payload: bytes, expected: int) -> t
                 f"the {role} gave {len(scalars)} values of {name} for the {len(group.trajectories)} "
                 f"trajectories of {group.uid}"
             )
-    record = encode_annotation(group.ordinal, findings.arrays)
+    record = encode_annotation(group.ordinal, [len(t.token_ids) for t in group.trajectories], findings.arrays)
     seconds = time.perf_counter() - start
     return AnnotationMeta(role, checksum(record), len(record), seconds, findings.scalars), record

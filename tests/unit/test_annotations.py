@@ -52,16 +52,18 @@ def items(groups: list[Group]) -> list[BatchItem]:
 def test_arrays_come_back_bit_for_bit() -> None:
     (group,) = record_batch(2, groups=1)
     arrays = {"reference": columns(group), "values": columns(group, 1)}
-    found = decode_annotation(encode_annotation(group.ordinal, arrays), group.ordinal, lengths(group))
+    found = decode_annotation(
+        encode_annotation(group.ordinal, lengths(group), arrays), group.ordinal, lengths(group)
+    )
     assert found.keys() == arrays.keys()
     for name, column in arrays.items():
         assert [a.tobytes() for a in found[name]] == [a.tobytes() for a in column]
-    assert decode_annotation(encode_annotation(3, {}), 3, []) == {}
+    assert decode_annotation(encode_annotation(3, [], {}), 3, []) == {}
 
 
 def test_what_is_damaged_or_about_another_group_is_refused() -> None:
     (group,) = record_batch(2, groups=1)
-    good = encode_annotation(group.ordinal, {"values": columns(group)})
+    good = encode_annotation(group.ordinal, lengths(group), {"values": columns(group)})
     for position in range(0, len(good), 7):
         bad = bytearray(good)
         bad[position] ^= 1
@@ -78,7 +80,10 @@ def test_what_is_damaged_or_about_another_group_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arrays", "text"),
     [
-        ({"a": [np.zeros(2, np.float32)], "b": [np.zeros(3, np.float32)]}, r"b has the lengths \[3\]"),
+        (
+            {"a": [np.zeros(2, np.float32)], "b": [np.zeros(3, np.float32)]},
+            r"b has the lengths \[3\], expected \[2\]",
+        ),
         ({"a": [np.zeros(2)]}, "an array of a is float64"),
         ({"a": [np.zeros((1, 2), np.float32)]}, r"float32\[1, 2\]"),
         ({"a": [np.array([0.0, np.nan], np.float32)]}, "a has 1 of 2 values that are not finite"),
@@ -86,7 +91,7 @@ def test_what_is_damaged_or_about_another_group_is_refused() -> None:
 )
 def test_what_is_no_annotation_is_not_encoded(arrays: dict, text: str) -> None:
     with pytest.raises(CodecError, match=text):
-        encode_annotation(0, arrays)
+        encode_annotation(0, [2], arrays)
 
 
 def test_samples_carry_what_the_roles_found() -> None:
@@ -122,7 +127,7 @@ def test_other_bytes_or_unknown_arrays_are_not_trained_on() -> None:
     with pytest.raises(LearnerError, match="a group arrived with checksum"):
         train_samples([item.meta.checksum + 1], [sent], [payload, record])
     group = record_batch(2, groups=1)[0]
-    other = encode_annotation(group.ordinal, {"velues": columns(group)})
+    other = encode_annotation(group.ordinal, lengths(group), {"velues": columns(group)})
     meta = replace(sent.annotations[0], checksum=checksum(other))
     with pytest.raises(LearnerError, match=r"holds \['velues'\], expected \['kl', 'reference', 'values'\]"):
         train_samples([item.meta.checksum], [SentGroup(sent.advantages, (meta,))], [payload, other])
@@ -139,3 +144,16 @@ def test_a_worker_is_held_to_its_group() -> None:
 
     with pytest.raises(RoleError, match="gave 1 values of kl for the 4 trajectories of train-2"):
         annotated("critic", Short(), payload, checksum(payload))
+
+
+def test_scalars_alone_are_an_annotation_too() -> None:
+    class Scalars(Worker):
+        def annotate(self, group: Group) -> Findings:
+            return Findings({}, {"kl": tuple(float(n) for n in lengths(group))})
+
+    (item,) = items(record_batch(2, groups=1))
+    annotation = Annotation(*annotated("reference", Scalars(), item.payload, item.meta.checksum))
+    sent, payloads = sent_groups([replace(item, annotations=(annotation,))])
+    samples = train_samples([item.meta.checksum], sent, payloads)
+    assert len(samples) == 4
+    assert all(sample.reference is sample.kl is sample.values is None for sample in samples)
