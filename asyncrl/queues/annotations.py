@@ -4,8 +4,7 @@ A record of the codec with a magic of its own, "ARLA". Its body is a msgpack map
 lie in it one after the other, as bytes.
 
 Invariants:
-- ``decode_annotation(encode_annotation(o, lengths, arrays), o, lengths)`` gives back the arrays bit for
-  bit; they are read-only views of the record. There may be none: scalars travel by themselves.
+- Decoding what was encoded gives back the arrays bit for bit; they are read-only views of the record.
 - Every name has the same lengths: those of the group's trajectories, in their order.
 - A value that is not finite is refused on both sides: a role that computes NaN is broken, and the
   learner must not hear of it through a gradient.
@@ -30,15 +29,16 @@ Arrays = Mapping[str, Sequence[Float32Array]]
 
 
 def encode_annotation(ordinal: int, lengths: Sequence[int], arrays: Arrays) -> bytes:
-    """One record about the group ``ordinal``. CodecError if the arrays are not as they have to be.
+    """One record about the group ``ordinal``, also without any array.
 
-    ``lengths``: response tokens of each of the group's trajectories.
+    ``lengths``: response tokens of each of the group's trajectories. CodecError for an array that is not one
+    dimension of float32, of another length, or not finite.
     """
     columns = {}
     for name, column in arrays.items():
         found = [_length(name, array) for array in column]
         if found != list(lengths):
-            raise CodecError(f"{name} has the lengths {found}, the trajectories have {list(lengths)} tokens")
+            raise CodecError(f"{name} has the lengths {found}, expected {list(lengths)}")
         joined = np.concatenate(column, dtype=_DTYPE) if column else np.empty(0, _DTYPE)
         _require_finite(name, joined)
         columns[name] = joined.tobytes()

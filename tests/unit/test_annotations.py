@@ -80,7 +80,10 @@ def test_what_is_damaged_or_about_another_group_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arrays", "text"),
     [
-        ({"a": [np.zeros(2, np.float32)], "b": [np.zeros(3, np.float32)]}, r"b has .* \[3\], .* have \[2\]"),
+        (
+            {"a": [np.zeros(2, np.float32)], "b": [np.zeros(3, np.float32)]},
+            r"b has the lengths \[3\], expected \[2\]",
+        ),
         ({"a": [np.zeros(2)]}, "an array of a is float64"),
         ({"a": [np.zeros((1, 2), np.float32)]}, r"float32\[1, 2\]"),
         ({"a": [np.array([0.0, np.nan], np.float32)]}, "a has 1 of 2 values that are not finite"),
@@ -141,3 +144,16 @@ def test_a_worker_is_held_to_its_group() -> None:
 
     with pytest.raises(RoleError, match="gave 1 values of kl for the 4 trajectories of train-2"):
         annotated("critic", Short(), payload, checksum(payload))
+
+
+def test_scalars_alone_are_an_annotation_too() -> None:
+    class Scalars(Worker):
+        def annotate(self, group: Group) -> Findings:
+            return Findings({}, {"kl": tuple(float(n) for n in lengths(group))})
+
+    (item,) = items(record_batch(2, groups=1))
+    annotation = Annotation(*annotated("reference", Scalars(), item.payload, item.meta.checksum))
+    sent, payloads = sent_groups([replace(item, annotations=(annotation,))])
+    samples = train_samples([item.meta.checksum], sent, payloads)
+    assert len(samples) == 4
+    assert all(sample.reference is sample.kl is sample.values is None for sample in samples)
