@@ -78,9 +78,8 @@ def batch_wide(
     gamma: float,
     all_sum: AllSum,
     device: torch.device,
-    *,
-    lam: float = 1.0,
     kl_coef: float = 0.0,
+    lam: float = 1.0,
 ) -> tuple[TrainSample, ...]:
     """The samples with advantages by token where ``name`` asks for them; then a collective call.
 
