@@ -47,8 +47,9 @@ import torch
 
 from asyncrl.generators.vllm_engine import VLLMEngine
 from asyncrl.generators.vllm_settings import VLLMSettings
+from asyncrl.learners.sender import PushSender
 from asyncrl.types import DrawKey, GenerationRequest, SamplingParams
-from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec
+from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec, plan_buckets
 from asyncrl.weight_sync.broadcast import PushGroup, create_store
 
 log = logging.getLogger("vllm_push")
@@ -87,7 +88,17 @@ def small_model(folder: str, dtype: str) -> str:
     return folder
 
 
-# The sender is a process of its own, as the learner is.
+# The sender is a process of its own, as the learner is, and sends as that does.
+
+
+class Parameters:
+    """What ``PushSender`` asks of a learner below ZeRO 3: the parameters of a model, gathered."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
+        self._parameters = parameters
+
+    def gather_bucket(self, bucket: Sequence[TensorSpec], into: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self._parameters[each.name].detach().reshape(-1) for each in bucket], out=into)
 
 
 def serve(
@@ -116,11 +127,15 @@ def serve(
         manifest=manifest,
     )
     pipe.send(spec)
-    group = PushGroup(spec, store)
-
-    def gather(bucket: Sequence[TensorSpec]) -> torch.Tensor:
-        return torch.cat([parameters[each.name].detach().reshape(-1) for each in bucket])
-
+    sender = PushSender(
+        Parameters(parameters),  # type: ignore[arg-type]
+        plan_buckets(manifest, bucket_bytes),
+        rank=0,
+        ranks=1,
+        sharded=False,
+        overlap=False,
+    )
+    sender.open(spec, store)
     with contextlib.suppress(EOFError):
         while True:
             order = pipe.recv()
@@ -128,7 +143,7 @@ def serve(
                 bare = PushGroup(replace(spec, prefix=order), store)
                 bare_broadcast(bare, send=True)
             else:
-                group.send(order, gather)
+                sender.send(order)
             pipe.send("sent")
 
 

@@ -139,8 +139,12 @@ class LearnerRank(Protocol):
         """
         ...
 
-    def gather_bucket(self, bucket: Sequence[TensorSpec]) -> torch.Tensor | None:
+    def gather_bucket(
+        self, bucket: Sequence[TensorSpec], into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """The bucket's tensors, cast to their travelling dtype, as one flat tensor on rank 0.
+
+        Written to ``into``, a flat tensor of their size and dtype, if that lies where they do.
 
         Collective for ZeRO-3 (one bucket gathered at a time); None on other ranks.
         """

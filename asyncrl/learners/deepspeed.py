@@ -279,7 +279,7 @@ class DeepSpeedLearner:
             with self._engine.gathered([parameter]):
                 yield name, parameter.detach()
 
-    def gather_bucket(self, bucket: Sequence[TensorSpec]) -> Tensor | None:
+    def gather_bucket(self, bucket: Sequence[TensorSpec], into: Tensor | None = None) -> Tensor | None:
         if self._settings.zero_stage < 3 and self._rank != 0:
             return None
         parameters = [self._parameters[spec.name] for spec in bucket]
@@ -288,7 +288,10 @@ class DeepSpeedLearner:
                 return None
             dtype = getattr(torch, bucket[0].dtype)
             # A copy: the next update may run before the last of it is on the wire.
-            return torch.cat([p.detach().reshape(-1).to(dtype) for p in parameters])
+            tensors = [p.detach().reshape(-1).to(dtype) for p in parameters]
+            if into is not None and into.device == tensors[0].device:
+                return torch.cat(tensors, out=into)
+            return torch.cat(tensors)
 
     def shards(self, bucket: Sequence[TensorSpec]) -> list[Tensor]:
         parameters: list[Any] = [self._parameters[spec.name] for spec in bucket]

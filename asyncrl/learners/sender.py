@@ -8,8 +8,7 @@ Invariants:
 - What is sent as version v are the bytes that the parameters had when v was complete, whatever step
   runs meanwhile. A push that is sent again sends the same copy.
 - The copies are allocated once; with ZeRO 3 each rank holds its shard alone.
-- Beside shard and copy, rank 0 holds two buckets at a time and one rank's part of one; the others
-  nothing.
+- Beside shard and copy, rank 0 holds two buckets and one rank's part of one; the others nothing.
 - A push that fails on rank 0 leaves no other rank waiting for it: they fail, or have been served.
 """
 
@@ -56,6 +55,7 @@ class PushSender:
         self._gathers = sharded and ranks > 1
         self._buckets = buckets
         self._copies = ShardCopies(buckets, learner.shards) if overlap else None
+        self._buffers: TwoBuffers | None = None
         self._group: PushGroup | None = None
         self._shards: ShardGroup | None = None
 
@@ -118,9 +118,12 @@ class PushSender:
                 self._learner.gather_bucket(bucket)
             return None
         left = list(self._buckets)
+        if self._buffers is None:
+            self._buffers = TwoBuffers(self._buckets)
+        buffers = self._buffers
 
         def gather(bucket: Bucket) -> Tensor:
-            flat = self._learner.gather_bucket(left.pop(0))
+            flat = self._learner.gather_bucket(left.pop(0), buffers.next(bucket))
             assert flat is not None, "rank 0 has every bucket"
             return flat
 
@@ -150,6 +153,24 @@ class PushSender:
                 if self._shards is not None:
                     self._shards.close()  # which the other ranks notice at once
                 raise
+
+
+class TwoBuffers:
+    """Host memory for two buckets, used by turns: new pages for each would cost as much as filling them.
+
+    As ``PushGroup.send`` gathers a bucket, all but the last have left.
+    """
+
+    def __init__(self, buckets: list[list[TensorSpec]]) -> None:
+        largest = max((sum(spec.nbytes for spec in bucket) for bucket in buckets), default=0)
+        self._buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(min(2, len(buckets)))]
+        self._turn = 0
+
+    def next(self, bucket: Bucket) -> Tensor:
+        """A flat tensor for this bucket; what the last but one call returned is overwritten."""
+        self._turn = (self._turn + 1) % len(self._buffers)
+        nbytes = sum(spec.nbytes for spec in bucket)
+        return self._buffers[self._turn][:nbytes].view(getattr(torch, bucket[0].dtype))
 
 
 class ShardCopies:

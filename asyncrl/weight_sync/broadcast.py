@@ -100,6 +100,8 @@ class PushGroup:
     def send(self, version: int, gather: Callable[[Sequence[TensorSpec]], torch.Tensor]) -> tuple[str, int]:
         """Broadcast all buckets; ``gather`` returns one bucket's tensors as one flat tensor.
 
+        When it is called, all buckets but the last have left: it may reuse their memory.
+
         Returns the checksum of what was sent and its bytes. Raises WeightSyncError.
         """
         checksum, nbytes = ChecksumBuilder(self._checksum), 0
