@@ -6,7 +6,8 @@
 A small random Llama is trained by real DeepSpeed ranks, and pushed over loopback to a receiver in a
 process of its own. Each figure is the median over the pushes, in milliseconds, of the slowest rank:
 
-    one copy     the bytes of the rank's shard, as one tensor, copied once into memory that is in use
+    one copy     the tensors of the rank's shard, copied one after the other into memory that is in use
+    flat         as many bytes as one tensor, likewise: no model lies like that in memory
     stall        what the learner stands still for: the copy with overlap, the whole push without
     step alone   an update with no push beside it
     step beside  an update beside a push
@@ -65,6 +66,7 @@ class Result:
     ranks: int
     shard_mb: float
     one_copy_ms: float
+    flat_copy_ms: float
     stall_ms: float
     stall_without_overlap_ms: float
     step_alone_ms: float
@@ -93,11 +95,11 @@ def main() -> int:
     if args.json:
         out(json.dumps({"results": [{**asdict(r), "copies": r.copies} for r in results]}) + "\n")
         return 0
-    titles = ("ZeRO", "ranks", "shard MiB", "one copy", "stall", "copies", "no overlap")
+    titles = ("ZeRO", "ranks", "shard MiB", "flat", "one copy", "stall", "copies", "no overlap")
     titles += ("step alone", "beside", "push beside", "between")
     out("  ".join(titles) + "\n")
     for r in results:
-        values = (r.shard_mb, r.one_copy_ms, r.stall_ms, r.copies, r.stall_without_overlap_ms)
+        values = (r.shard_mb, r.flat_copy_ms, r.one_copy_ms, r.stall_ms, r.copies, r.stall_without_overlap_ms)
         values += (r.step_alone_ms, r.step_beside_ms, r.push_beside_ms, r.push_between_ms)
         cells = [str(r.stage), str(r.ranks), *(f"{value:.2f}" for value in values)]
         out("  ".join(cell.rjust(len(title)) for cell, title in zip(cells, titles, strict=True)) + "\n")
@@ -139,6 +141,7 @@ def measure(folder: str, stage: int, ranks: int, pushes: int, bucket_mb: float) 
         ranks=ranks,
         shard_mb=max(f["shard_bytes"] for f in found) / 2**20,
         one_copy_ms=slowest("one_copy"),
+        flat_copy_ms=slowest("flat_copy"),
         stall_ms=slowest("stall"),
         stall_without_overlap_ms=slowest("push_between"),
         step_alone_ms=slowest("step_alone"),
@@ -188,13 +191,23 @@ def run_rank(job: Job, rank: int) -> dict[str, Any]:
     shard_bytes = senders[True].shard_bytes
     source, target = (torch.ones(max(shard_bytes, 1), dtype=torch.uint8) for _ in range(2))
     share = make_share(job, rank)
-    times: dict[str, list[float]] = {name: [] for name in ("one_copy", "stall", "step_alone", "step_beside")}
-    times |= {"push_beside": [], "push_between": []}
+    names = ("one_copy", "flat_copy", "stall", "step_alone", "step_beside", "push_beside", "push_between")
+    times: dict[str, list[float]] = {name: [] for name in names}
+    copies = [torch.zeros_like(shard) for bucket in buckets for shard in learner.shards(bucket)]
+
+    def copy_shard() -> None:
+        for copy, shard in zip(
+            copies, (s for bucket in buckets for s in learner.shards(bucket)), strict=True
+        ):
+            copy.copy_(shard)
+
     learner.step(share)
     with ThreadPoolExecutor(1) as thread:
         for version in range(job.pushes):
             times["step_alone"].append(timed(lambda: learner.step(share)))
-            times["one_copy"].append(timed(lambda: target.copy_(source)))
+            times["one_copy"].append(timed(copy_shard))
+            learner.step(share)
+            times["flat_copy"].append(timed(lambda: target.copy_(source)))
             times["push_between"].append(timed(lambda v=version: senders[False].send(v)))  # type: ignore[misc]
             learner.step(share)
             times["stall"].append(senders[True].copy_out(version))
