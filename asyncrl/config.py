@@ -27,6 +27,7 @@ from asyncrl.config_checks import (
     algorithm_problems,
     contradictions,
     creation_problems,
+    lora_problems,
     model_problems,
     source_problems,
 )
@@ -452,6 +453,27 @@ class GeneratorsSection(Section):
         return worker_count(self.vllm) if self.backend == "vllm" else 1
 
 
+class LoraSection(Section):
+    """Low-rank adapters, which are trained in place of the weights. Generators get the two merged."""
+
+    rank: PositiveInt = 16
+    """r: inner width of an adapter's two matrices."""
+    alpha: PositiveFloat = 32.0
+    """An adapter adds alpha / rank times its product to the weight."""
+    dropout: float = 0.0
+    """Only 0: log-probs have to be a function of weights and tokens."""
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Last names of the layers that get one, e.g. [q_proj, v_proj]; all-linear: every linear layer but the
+    output embedding."""
+    seed: NonNegativeInt = 0
+    """Seed of the adapters' initial values, with which they add nothing; apart from ``run.seed``."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse(lora_problems(self))
+        return self
+
+
 class LearnerSection(Section):
     backend: Literal["deepspeed"] = "deepspeed"
     """What updates the parameters."""
@@ -473,6 +495,8 @@ class LearnerSection(Section):
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     """The learner's implementation; auto: the model's own choice. With ``packing`` and flash_attention_2 (a
     GPU, bfloat16, and the package flash-attn) a micro-batch is a single row."""
+    lora: LoraSection | None = None
+    """Train low-rank adapters, the weights frozen; null: train the weights. Needs ``asyncrl[lora]``."""
     lr: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

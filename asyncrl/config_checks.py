@@ -20,7 +20,14 @@ from asyncrl.algorithms.names import (
 from asyncrl.generators.vllm_options import option_problems
 
 if TYPE_CHECKING:
-    from asyncrl.config import AlgorithmSection, Config, CreateSection, ModelSection, SourceSection
+    from asyncrl.config import (
+        AlgorithmSection,
+        Config,
+        CreateSection,
+        LoraSection,
+        ModelSection,
+        SourceSection,
+    )
 
 SOURCE_KINDS = ("path", "hub", "reasoning_gym", "python", "holdout")
 
@@ -54,6 +61,16 @@ def creation_problems(create: CreateSection) -> list[str]:
     if create.heads % create.kv_heads:
         problems.append(f"kv_heads: found {create.kv_heads}; expected a divisor of heads = {create.heads}")
     return problems
+
+
+def lora_problems(lora: LoraSection) -> list[str]:
+    """Adapters that would make log-probs depend on chance."""
+    if lora.dropout == 0:
+        return []
+    return [
+        f"dropout: found {lora.dropout:g}; expected 0, because the same tokens have to get the same "
+        "log-probs in learner, generators and reference: use weight_decay or a smaller rank instead"
+    ]
 
 
 def algorithm_problems(algorithm: AlgorithmSection) -> list[str]:

@@ -20,10 +20,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncrl.algorithms.advantages import GroupAdvantage
 from asyncrl.algorithms.aggregation import StepCounts
@@ -35,12 +34,14 @@ from asyncrl.learners.advantages import batch_wide, from_user
 from asyncrl.learners.base import LearnerInfo, MiniBatch, RankStep, StepResult, TrainSample, finite
 from asyncrl.learners.collate import MicroBatch, collate
 from asyncrl.learners.engine import TrainingEngine
+from asyncrl.learners.lora import LoraAdapter
 from asyncrl.learners.masking import check_staleness, mask_stale
 from asyncrl.learners.objective import Objective, Tally
 from asyncrl.learners.packed import require_exact_packing
 from asyncrl.learners.policy import load_policy, manifest_of, selected_logits
 from asyncrl.learners.preferences import Preferences
 from asyncrl.learners.schedule import learning_rate
+from asyncrl.learners.weights import PolicyWeights
 from asyncrl.types import Float32Array
 from asyncrl.weight_sync.base import Manifest, TensorSpec
 from asyncrl.weight_sync.verify import state_checksum
@@ -95,7 +96,7 @@ class DeepSpeedLearner:
         )
         self._device = self._engine.device
         self._manifest: Manifest = ()
-        self._parameters: dict[str, nn.Parameter] = {}
+        self._adapter: LoraAdapter | None = None
 
     def _set_algorithm(
         self, algorithm: AlgorithmSection, temperature: float, max_staleness: int, folder: Path
@@ -120,8 +121,10 @@ class DeepSpeedLearner:
             attention=None if self._settings.attention == "auto" else self._settings.attention,
         )
         self._manifest = manifest_of(model)
+        if self._settings.lora is not None:
+            self._adapter = LoraAdapter(model, self._settings.lora)
         self._engine.build(model)
-        self._parameters = dict(self._engine.module.named_parameters())
+        self._weights = PolicyWeights(self._engine, self._adapter, sharded=self._settings.zero_stage == 3)
         if self._settings.packing:
             require_exact_packing(self._engine, self._model_section.dtype, self._device)
         count = sum(spec.numel for spec in self._manifest)
@@ -275,26 +278,13 @@ class DeepSpeedLearner:
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Full parameters in the compute dtype; each is valid until the next is asked for."""
-        for name, parameter in self._parameters.items():
-            with self._engine.gathered([parameter]):
-                yield name, parameter.detach()
+        return self._weights.named()
 
     def gather_bucket(self, bucket: Sequence[TensorSpec]) -> Tensor | None:
-        if self._settings.zero_stage < 3 and self._rank != 0:
-            return None
-        parameters = [self._parameters[spec.name] for spec in bucket]
-        with self._engine.gathered(parameters):
-            if self._rank != 0:
-                return None
-            dtype = getattr(torch, bucket[0].dtype)
-            # A copy: the next update may run before the last of it is on the wire.
-            return torch.cat([p.detach().reshape(-1).to(dtype) for p in parameters])
+        return self._weights.bucket(bucket)
 
     def shards(self, bucket: Sequence[TensorSpec]) -> list[Tensor]:
-        parameters: list[Any] = [self._parameters[spec.name] for spec in bucket]
-        if self._settings.zero_stage == 3:
-            return [p.ds_tensor.detach() for p in parameters]
-        return [p.detach().view(-1) for p in parameters] if self._rank == 0 else []
+        return self._weights.shards(bucket)
 
     def checksum(self) -> str:
         """Checksum of the full parameters; collective for ZeRO-3, the same on every rank."""
@@ -307,6 +297,8 @@ class DeepSpeedLearner:
         for name, parameter in self.named_parameters():
             if self._rank == 0:
                 state[name] = parameter.to("cpu", copy=True)
+        if self._adapter is not None:
+            self._weights.export_adapter(folder / "adapter")
         if self._rank != 0:
             return
         trust = self._model_section.trust_remote_code
