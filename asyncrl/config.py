@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -36,6 +37,14 @@ from asyncrl.learners.layout import Layout
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Dtype = Literal["float32", "bfloat16"]
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_listed)]
+"""At least one; a plain string is taken as a list of it."""
 
 
 class Section(BaseModel):
@@ -462,9 +471,9 @@ class LoraSection(Section):
     """An adapter adds alpha / rank times its product to the weight."""
     dropout: float = 0.0
     """Only 0: log-probs have to be a function of weights and tokens."""
-    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Last names of the layers that get one, e.g. [q_proj, v_proj]; all-linear: every linear layer but the
-    output embedding."""
+    target_modules: Names = ("all-linear",)
+    """Last names of the layers that get one, e.g. [q_proj, v_proj]. ``all-linear``: every linear layer but
+    the output embedding."""
     seed: NonNegativeInt = 0
     """Seed of the adapters' initial values, with which they add nothing; apart from ``run.seed``."""
 
@@ -558,6 +567,9 @@ class ReferenceSection(RoleSection):
     """Compute dtype. Null: ``model.dtype``."""
     micro_batch_tokens: PositiveInt | None = None
     """Tokens in one forward pass, padding included. Null: ``learner.micro_batch_tokens``."""
+    base_of_lora: bool = False
+    """With ``learner.lora``: no actors and no second copy of the weights. The learner itself scores each
+    step's groups first, its adapters off, which takes one forward pass of its time."""
 
 
 class CriticSection(Section):
@@ -670,7 +682,7 @@ class Config(Section):
     learner: LearnerSection = LearnerSection()
     """The ranks that update."""
     reference: ReferenceSection = ReferenceSection()
-    """The reference policy, where ``algorithm`` needs one: frozen, in actors of its own."""
+    """The reference policy, where ``algorithm`` needs one: frozen, in actors of its own or in the learner."""
     critic: CriticSection = CriticSection()
     """The value model, where ``algorithm`` needs one: trained, in actors of its own."""
     weight_sync: WeightSyncSection = WeightSyncSection()
@@ -692,9 +704,9 @@ class Config(Section):
 
     @property
     def roles(self) -> dict[str, ReferenceSection | CriticSection]:
-        """The roles that this run has, by name."""
+        """The roles in actors of their own that this run has, by name."""
         roles: dict[str, ReferenceSection | CriticSection] = {}
-        if self.algorithm.needs_reference:
+        if self.algorithm.needs_reference and not self.reference.base_of_lora:
             roles["reference"] = self.reference
         if self.has_critic:
             roles["critic"] = self.critic

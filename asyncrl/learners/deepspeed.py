@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class DeepSpeedLearner:
     ``master`` is host and port where the ranks meet; rank 0 listens there, on that address alone.
     ``total_steps`` is where the falling learning rate schedules end, ``length_norm`` the divisor of
     seq-mean-token-sum-norm in tokens, ``folder`` where users' own functions are looked up (default: the
-    current one).
+    current one). ``refer_to_base``: the reference, where one is needed, is the model with its adapters off.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class DeepSpeedLearner:
         deterministic: bool = False,
         length_norm: float = 1.0,
         folder: Path | None = None,
+        refer_to_base: bool = False,
     ) -> None:
         self._model_section = model
         self._settings = learner
@@ -83,6 +85,7 @@ class DeepSpeedLearner:
         self._model_path = model_path
         self._max_staleness = max_staleness
         self._mask_stale = mask_stale
+        self._refer_to_base = refer_to_base
         self._total_steps = total_steps
         self._rank = rank
         self._engine = TrainingEngine(
@@ -106,6 +109,7 @@ class DeepSpeedLearner:
         self._advantage = algorithm.advantage
         self._gamma, self._lambda = algorithm.gamma, algorithm.gae_lambda
         self._epochs = algorithm.epochs
+        self._needs_reference = algorithm.needs_reference
         self._user_advantage: GroupAdvantage | None = None
         if is_path(algorithm.advantage):
             self._user_advantage = user_advantage(algorithm.advantage, folder)
@@ -143,10 +147,10 @@ class DeepSpeedLearner:
             warmup_steps=self._settings.warmup_steps,
             total_steps=self._total_steps,
         )
-        samples = self._with_advantages(share)
+        samples = self._with_reference(self._with_advantages(share), share)
         updates = (share.mini_batches or (share.whole,)) * self._epochs
         if len(updates) > 1:
-            samples = self._with_proximal(samples, share)
+            samples = self._with_logprobs("proximal", samples, share)
         tally, norms, skipped = Tally(self._device), [], False
         for update in updates:
             self._accumulate(samples, update, share, tally)
@@ -177,7 +181,8 @@ class DeepSpeedLearner:
     def accumulate(self, share: RankStep) -> Tally:
         """Forward and backward over all micro-batches: leaves the step's gradient; collective."""
         tally = Tally(self._device)
-        self._accumulate(self._with_advantages(share), share.whole, share, tally)
+        samples = self._with_reference(self._with_advantages(share), share)
+        self._accumulate(samples, share.whole, share, tally)
         return tally
 
     def _accumulate(
@@ -244,17 +249,27 @@ class DeepSpeedLearner:
         self._engine.all_sum(pairs)
         return samples, int(pairs)
 
+    def _with_reference(self, samples: tuple[TrainSample, ...], share: RankStep) -> tuple[TrainSample, ...]:
+        """The samples with the base's log-probs, where those are the reference's; collective."""
+        if not (self._refer_to_base and self._needs_reference):
+            return samples
+        assert self._adapter is not None
+        with self._adapter.off():
+            return self._with_logprobs("reference", samples, share)
+
     @torch.no_grad()
-    def _with_proximal(self, samples: tuple[TrainSample, ...], share: RankStep) -> tuple[TrainSample, ...]:
-        """The samples with the log-probs of the policy as it is now; collective."""
+    def _with_logprobs(
+        self, field: Literal["proximal", "reference"], samples: tuple[TrainSample, ...], share: RankStep
+    ) -> tuple[TrainSample, ...]:
+        """The samples with the log-probs of the model as it is now, in ``field``; collective."""
         found = list(samples)
         for rows in share.micro_batches:
             batch = self._collate([samples[row] for row in rows], share.version)
             logits = self._logits(batch)
             logprobs = self._objective.logprobs(logits, batch).to("cpu", torch.float32).numpy()  # (B, T)
             for row, of_row in zip(rows, logprobs, strict=False):
-                length = len(samples[row].trajectory.token_ids)
-                found[row] = replace(samples[row], proximal=of_row[:length])
+                own: dict[str, Any] = {field: of_row[: len(samples[row].trajectory.token_ids)]}
+                found[row] = replace(samples[row], **own)
         return tuple(found)
 
     @torch.no_grad()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from asyncrl.config import LoraSection
 from asyncrl.errors import ConfigError
 
+_ALL = "all-linear"
 _NAME = "default"
 """peft's own name for an adapter that is alone."""
 
@@ -74,7 +75,8 @@ class LoraAdapter:
             r=section.rank,
             lora_alpha=section.alpha,
             lora_dropout=0.0,
-            target_modules=targets if isinstance(targets, str) else list(targets),
+            # Alone it is a keyword, in a list a name.
+            target_modules=targets[0] if targets == (_ALL,) else list(targets),
         )
         linear = _linear_names(model)
         try:
@@ -115,7 +117,7 @@ class LoraAdapter:
         self._peft.save_pretrained(folder, state_dict=dict(state), save_embedding_layers=False)
 
 
-def _pairs(model: Any, targets: str | tuple[str, ...], linear: list[str]) -> dict[str, LowRank]:
+def _pairs(model: Any, targets: tuple[str, ...], linear: list[str]) -> dict[str, LowRank]:
     from peft.tuners.lora import Linear, LoraLayer
     from transformers.pytorch_utils import Conv1D
 
@@ -146,9 +148,8 @@ def _linear_names(model: Any) -> list[str]:
     return sorted({path.rpartition(".")[2] for path in found})
 
 
-def _unusable(targets: str | tuple[str, ...], linear: list[str], why: str) -> ConfigError:
-    found = targets if isinstance(targets, str) else ", ".join(targets)
+def _unusable(targets: tuple[str, ...], linear: list[str], why: str) -> ConfigError:
     return ConfigError(
-        f"learner.lora.target_modules: found {found}: {why}; expected all-linear, or some of the model's "
-        f"linear layers: {', '.join(linear)}"
+        f"learner.lora.target_modules: found {', '.join(targets)}: {why}; expected {_ALL}, or some of the "
+        f"model's linear layers: {', '.join(linear)}"
     )

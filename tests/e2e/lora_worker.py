@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -16,20 +17,20 @@ from asyncrl.learners.lora import LoraAdapter
 from asyncrl.weight_sync.base import Manifest
 from tests.e2e.deepspeed_worker import LENGTH_NORM, TEMPERATURE, Arrays, Rank, share_of, to_arrays
 from tests.e2e.push_worker import WAIT_S, Pushes, make_sender
-from tests.unit.recorded_batches import MAX_AGE
+from tests.unit.recorded_batches import KL_COEF, MAX_AGE
 
 LORA = LoraSection(rank=4, alpha=8)
 
 
 @contextmanager
 def adapted(at: Rank) -> Iterator[tuple[DeepSpeedLearner, LoraAdapter, Manifest]]:
-    """A learner with an adapter, which adds nothing yet."""
+    """A learner with an adapter, which adds nothing yet, and the KL to its base in the loss."""
     rank = DeepSpeedLearner(
         model=ModelSection.model_validate({"path": str(at.folder), "dtype": at.dtype}),
         learner=LearnerSection(
             ranks=at.ranks, zero_stage=at.stage, lr=at.lr, device="cpu", lora=LORA, packing=at.packing
         ),
-        algorithm=AlgorithmSection(),
+        algorithm=AlgorithmSection(kl="loss"),
         model_path=str(at.folder),
         temperature=TEMPERATURE,
         max_staleness=MAX_AGE,
@@ -39,6 +40,7 @@ def adapted(at: Rank) -> Iterator[tuple[DeepSpeedLearner, LoraAdapter, Manifest]
         master=("127.0.0.1", at.port),
         deterministic=True,
         length_norm=LENGTH_NORM,
+        refer_to_base=True,
     )
     try:
         manifest = rank.start().manifest
@@ -74,7 +76,7 @@ def train_adapter(at: Rank, versions: int) -> dict[str, Any]:
             "checksum": rank.checksum(),
         }
         rank.export(at.folder.parent / f"hf-{at.stage}-{at.ranks}-{at.dtype}")
-        rank.accumulate(share_of(at, versions))
+        rank.accumulate(replace(share_of(at, versions), kl_coef=KL_COEF))
         gradients = {n: deepspeed.utils.safe_get_full_grad(p) for n, p in adapter.trained.items()}
         frozen = [deepspeed.utils.safe_get_full_grad(p) for p in adapter.base(module).values()]
         rank._engine.update(0.0)  # takes the gradient away; a learning rate of 0 leaves the weights

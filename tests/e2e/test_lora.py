@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.learners.policy import manifest_of
 from asyncrl.weight_sync.verify import state_checksum
-from tests.e2e.deepspeed_worker import run_ranks
+from tests.e2e.deepspeed_worker import TEMPERATURE, run_ranks
 from tests.e2e.tiny_policy import save_tiny_policy
-from tests.unit.recorded_batches import record_batch, shares
+from tests.unit.recorded_batches import KL_COEF, record_batch, shares
 
 if find_spec("peft") is None and os.environ.get("CI") != "true":
     pytest.skip("peft is not installed: pip install 'asyncrl[lora]'", allow_module_level=True)
@@ -56,18 +56,29 @@ def exported(folder: Path, key: tuple[int, int, str]) -> Path:
     return folder.parent / "hf-{}-{}-{}".format(*key)
 
 
+def answer_logprobs(model: Any, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
+    logits = model(input_ids=tokens[None]).logits[0, :-1] / TEMPERATURE
+    return logits.log_softmax(-1).gather(-1, tokens[1:, None])[prompt - 1 :, 0]
+
+
 def by_autograd(folder: Path, adapter: Path) -> dict[str, np.ndarray]:
-    """Gradient of the adapter by peft and autograd alone, row by row, unpadded, in float64."""
+    """Gradient of the adapter by peft and autograd alone, row by row, unpadded, in float64.
+
+    The loss is that of a step with the KL (k3) to the base in it.
+    """
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     model = PeftModel.from_pretrained(base, adapter, is_trainable=True).double()
     (share,) = shares(record_batch(VERSIONS), VERSIONS, 1, 10**6)
     for sample in share.samples:
         t = sample.trajectory
         tokens = torch.tensor([*t.prompt_ids.tolist(), *t.token_ids.tolist()])
-        logits = model(input_ids=tokens[None]).logits[0, :-1] / 0.9
-        logprobs = logits.log_softmax(-1).gather(-1, tokens[1:, None])[len(t.prompt_ids) - 1 :, 0]
+        logprobs = answer_logprobs(model, tokens, len(t.prompt_ids))
+        with torch.no_grad(), model.disable_adapter():
+            reference = answer_logprobs(model, tokens, len(t.prompt_ids))
+        kl = (reference - logprobs).expm1() - (reference - logprobs)
         weights = (logprobs.detach() - torch.from_numpy(t.logprobs)).exp().clamp(max=2.0)
-        loss = -(sample.advantage * weights * logprobs)[torch.from_numpy(t.loss_mask)].sum()
+        losses = -sample.advantage * weights * logprobs + KL_COEF * kl
+        loss = losses[torch.from_numpy(t.loss_mask)].sum()
         (loss / share.loss_tokens).backward()
     return {name: p.grad.numpy() for name, p in model.named_parameters() if p.requires_grad}
 
@@ -98,6 +109,9 @@ def test_the_base_keeps_its_bits_and_the_adapters_alone_have_optimizer_state(
             np.testing.assert_array_equal(rank["start"][name], parameter.detach().float().numpy())
             np.testing.assert_array_equal(rank["base"][name], rank["start"][name])
         assert all(adapter.any() for adapter in rank["adapter"].values()), "an adapter never moved"
+        # The base is the reference: at first the policy is its equal.
+        distances = [metrics["actor/reference_kl"] for metrics in rank["metrics"]]
+        assert abs(distances[0]) < 1e-6 < distances[1]
         # Adapters that add nothing change no bit.
         assert rank["start_checksum"] == state_checksum(start.items()) != rank["checksum"]
     trained = sum(adapter.size for adapter in runs[key][0]["adapter"].values())

@@ -122,10 +122,16 @@ def test_layers_that_are_not_there_or_cannot_be_merged_are_refused(
 def test_dropout_is_refused_and_the_message_says_why() -> None:
     with pytest.raises(ValidationError, match=r"dropout: found 0.05; expected 0, because"):
         LearnerSection.model_validate({"lora": {"dropout": 0.05}})
-    for bad in ({"rank": 0}, {"alpha": 0}, {"target_modules": []}, {"target_modules": "q_proj"}):
+    for bad in (
+        {"rank": 0},
+        {"alpha": 0},
+        {"target_modules": []},
+        {"target_modules": ["all-linear", "q_proj"]},
+    ):
         with pytest.raises(ValidationError):
             LoraSection.model_validate(bad)
     assert LearnerSection().lora is None
+    assert LoraSection.model_validate({"target_modules": "q_proj"}).target_modules == ("q_proj",)
 
 
 def test_without_peft_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
