@@ -627,6 +627,9 @@ class WeightSyncSection(Section):
     """Seconds that one push may take before its group is rebuilt without the silent receiver."""
     overlap: bool = False
     """Copy the weights out at the step's boundary and train on while the copy is sent."""
+    adapter_only: bool = False
+    """With ``learner.lora`` and the torch engine: send the adapters alone. Generators keep a copy of the
+    start model and merge them themselves, while they generate."""
     canary_every: NonNegativeInt = 10
     """Pushes from one canary to the next: fixed tokens whose log-probs on every generator have to be the
     learner's. The first push is always checked, and every restarted generator. With ``overlap`` the

@@ -174,6 +174,7 @@ def contradictions(config: Config) -> list[str]:
         *_canary(config),
         *_critic(config),
         *_base_of_lora(config),
+        *_adapter_only(config),
         *_other(config),
     ]
 
@@ -392,6 +393,23 @@ def _base_of_lora(config: Config) -> list[str]:
             "reference.base_of_lora: found true with algorithm.kl 'reward', where rewards need the KL as a "
             "group lands and the learner knows it only when it trains; expected algorithm.kl loss, or "
             "base_of_lora false"
+        )
+    return problems
+
+
+def _adapter_only(config: Config) -> list[str]:
+    if not config.weight_sync.adapter_only:
+        return []
+    problems = []
+    if config.learner.lora is None:
+        problems.append(
+            "weight_sync.adapter_only: found true with learner.lora null, where there are no adapters; "
+            "expected learner.lora to be set, or adapter_only false"
+        )
+    if config.generators.backend != "torch":
+        problems.append(
+            f"weight_sync.adapter_only: found true with generators.backend {config.generators.backend!r}, "
+            "which is sent whole weights; expected generators.backend torch, or adapter_only false"
         )
     return problems
 

@@ -35,6 +35,7 @@ def build_rank(config: Config, model_path: str, rank: int, host: str, port: int,
         length_norm=config.length_norm,
         folder=folder,
         refer_to_base=config.reference.base_of_lora,
+        push_adapters=config.weight_sync.adapter_only,
     )
 
 

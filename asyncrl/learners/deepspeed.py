@@ -44,7 +44,7 @@ from asyncrl.learners.preferences import Preferences
 from asyncrl.learners.schedule import learning_rate
 from asyncrl.learners.weights import PolicyWeights
 from asyncrl.types import Float32Array
-from asyncrl.weight_sync.base import Manifest, TensorSpec
+from asyncrl.weight_sync.base import AdapterSpec, TensorSpec
 from asyncrl.weight_sync.verify import state_checksum
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class DeepSpeedLearner:
     ``total_steps`` is where the falling learning rate schedules end, ``length_norm`` the divisor of
     seq-mean-token-sum-norm in tokens, ``folder`` where users' own functions are looked up (default: the
     current one). ``refer_to_base``: the reference, where one is needed, is the model with its adapters off.
+    ``push_adapters``: what travels is the adapters alone.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class DeepSpeedLearner:
         length_norm: float = 1.0,
         folder: Path | None = None,
         refer_to_base: bool = False,
+        push_adapters: bool = False,
     ) -> None:
         self._model_section = model
         self._settings = learner
@@ -86,6 +88,7 @@ class DeepSpeedLearner:
         self._max_staleness = max_staleness
         self._mask_stale = mask_stale
         self._refer_to_base = refer_to_base
+        self._push_adapters = push_adapters
         self._total_steps = total_steps
         self._rank = rank
         self._engine = TrainingEngine(
@@ -98,7 +101,6 @@ class DeepSpeedLearner:
             deterministic=deterministic,
         )
         self._device = self._engine.device
-        self._manifest: Manifest = ()
         self._adapter: LoraAdapter | None = None
 
     def _set_algorithm(
@@ -124,16 +126,26 @@ class DeepSpeedLearner:
             checkpointing=self._settings.gradient_checkpointing,
             attention=None if self._settings.attention == "auto" else self._settings.attention,
         )
-        self._manifest = manifest_of(model)
+        manifest = manifest_of(model)
+        count = sum(spec.numel for spec in manifest)
+        adapters: tuple[AdapterSpec, ...] = ()
         if self._settings.lora is not None:
             self._adapter = LoraAdapter(model, self._settings.lora)
+            if self._push_adapters:
+                manifest, adapters = self._adapter.manifest, self._adapter.specs
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._engine.build(model)
         self._weights = PolicyWeights(self._engine, self._adapter, sharded=self._settings.zero_stage == 3)
         if self._settings.packing:
             require_exact_packing(self._engine, self._model_section.dtype, self._device)
-        count = sum(spec.numel for spec in self._manifest)
-        log.info("learner rank %d of %d: %d parameters", self._rank, self._engine.world_size, count)
-        return LearnerInfo(manifest=self._manifest, parameters=count)
+        log.info(
+            "learner rank %d of %d: %d parameters, %d trained",
+            self._rank,
+            self._engine.world_size,
+            count,
+            trained,
+        )
+        return LearnerInfo(manifest=manifest, parameters=count, adapters=adapters)
 
     def step(self, share: RankStep) -> StepResult:
         start = time.perf_counter()

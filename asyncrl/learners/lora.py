@@ -5,6 +5,7 @@ Invariants:
 - A merged weight is computed in float32 and rounded once, to the dtype that was asked for. Nothing that
   trains changes by it.
 - Under Hugging Face names the policy has the tensors of its base, and no others.
+- A and B have names of their own for pushes of adapters alone.
 - peft is imported here alone, and only where there is an adapter.
 """
 
@@ -21,6 +22,9 @@ from torch import Tensor, nn
 
 from asyncrl.config import LoraSection
 from asyncrl.errors import ConfigError
+from asyncrl.learners.policy import tensor_spec
+from asyncrl.weight_sync.adapters import low_rank_delta
+from asyncrl.weight_sync.base import AdapterSpec, Manifest
 
 _ALL = "all-linear"
 _NAME = "default"
@@ -41,11 +45,9 @@ class LowRank:
     def parameters(self) -> list[nn.Parameter]:
         return [self.a, self.b]
 
-    @torch.no_grad()
     def delta(self) -> Tensor:
         """What the adapter adds to W, in W's shape, float32."""
-        product = self.b.float() @ self.a.float()
-        return (product.T if self.transposed else product) * self.scaling
+        return low_rank_delta(self.a, self.b, self.scaling, transposed=self.transposed)
 
     @torch.no_grad()
     def merge(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -88,6 +90,21 @@ class LoraAdapter:
             raise _unusable(targets, linear, str(error)) from error
         self.pairs: Mapping[str, LowRank] = _pairs(model, targets, linear)
         """By the Hugging Face name of the weight."""
+        self.specs = tuple(
+            AdapterSpec(name, f"{name}.lora_A", f"{name}.lora_B", pair.scaling, pair.transposed)
+            for name, pair in self.pairs.items()
+        )
+        """The pairs, and the names under which they travel where adapters travel alone."""
+        # Now, while every tensor is whole on every rank.
+        self.manifest: Manifest = tuple(tensor_spec(name, p) for name, p in self.travelling().items())
+
+    def travelling(self) -> dict[str, nn.Parameter]:
+        """A and B of each pair, by the names of ``specs``."""
+        found: dict[str, nn.Parameter] = {}
+        for spec in self.specs:
+            pair = self.pairs[spec.weight]
+            found |= {spec.a: pair.a, spec.b: pair.b}
+        return found
 
     def base(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The frozen parameters by Hugging Face name, in the base model's order."""

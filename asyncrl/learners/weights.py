@@ -1,7 +1,8 @@
 """The policy's full weights under Hugging Face names, as they leave the learner: for pushes, sums and files.
 
 Invariants:
-- Every way out gives the same tensors: names, shapes and dtypes are the manifest's.
+- Every way out gives the same tensors, under the base model's names, and in its shapes and dtypes.
+- Those of the adapters alone leave as they are, under names of their own.
 - An adapter is merged into what leaves, one tensor at a time; the parameters themselves are only read.
 - Every rank gets the same calls in the same order: with ZeRO 3, all are collective.
 """
@@ -31,12 +32,15 @@ class PolicyWeights:
         self._parameters: dict[str, nn.Parameter] = (
             dict(engine.module.named_parameters()) if adapter is None else adapter.base(engine.module)
         )
+        self._names = tuple(self._parameters)
+        if adapter is not None:
+            self._parameters |= adapter.travelling()
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors on every rank, each valid until the next is asked for."""
-        for name, parameter in self._parameters.items():
+        for name in self._names:
             with self._engine.gathered(self._sources(name)):
-                yield name, self._whole(name, parameter.dtype)
+                yield name, self._whole(name, self._parameters[name].dtype)
 
     def bucket(self, bucket: Sequence[TensorSpec]) -> Tensor | None:
         """The tensors of a bucket in its dtype as one flat tensor, a copy, on rank 0; None elsewhere."""

@@ -15,6 +15,7 @@ from asyncrl.config import AlgorithmSection, LearnerSection, LoraSection, ModelS
 from asyncrl.learners.deepspeed import DeepSpeedLearner
 from asyncrl.learners.lora import LoraAdapter
 from asyncrl.weight_sync.base import Manifest
+from asyncrl.weight_sync.verify import state_checksum
 from tests.e2e.deepspeed_worker import LENGTH_NORM, TEMPERATURE, Arrays, Rank, share_of, to_arrays
 from tests.e2e.push_worker import WAIT_S, Pushes, make_sender
 from tests.unit.recorded_batches import KL_COEF, MAX_AGE
@@ -85,6 +86,13 @@ def train_adapter(at: Rank, versions: int) -> dict[str, Any]:
             "frozen_gradients": sum(g is not None and bool(g.any()) for g in frozen),
             "sent": [push(at, rank, manifest, overlap=overlap) for overlap in (False, True)],
             "later": rank.checksum(),
+            "sent_adapters": [
+                (
+                    state_checksum(travelling(rank, adapter)),
+                    push(at, rank, adapter.manifest, overlap=overlap),
+                )
+                for overlap in (False, True)
+            ],
         }
 
 
@@ -101,6 +109,15 @@ def push(at: Rank, rank: DeepSpeedLearner, manifest: Manifest, *, overlap: bool)
     sent = pushes.start(2, release).result(WAIT_S)
     sender.close()
     return sent
+
+
+def travelling(rank: DeepSpeedLearner, adapter: LoraAdapter) -> list[tuple[str, torch.Tensor]]:
+    """A and B of each weight as they travel alone, whole."""
+    found = []
+    for name, parameter in adapter.travelling().items():
+        with rank._engine.gathered([parameter]):
+            found.append((name, parameter.detach().clone()))
+    return found
 
 
 def optimizer_size(rank: DeepSpeedLearner) -> int:

@@ -166,3 +166,5 @@ def test_pushes_deliver_the_merged_weights_of_their_version(
     assert first["sent"] == [(first["checksum"], first["checksum"])] * 2
     assert first["later"] != first["checksum"]
     assert all(rank["sent"] == [None, None] for rank in others)
+    for checksum, sent in first["sent_adapters"]:
+        assert sent == (checksum, checksum)

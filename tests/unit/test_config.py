@@ -129,6 +129,12 @@ def test_one_wrong_value(override: str, expected: str) -> None:
             "learner.lora.target_modules",
             ["2 names", "alone"],
         ),
+        (["weight_sync.adapter_only=true"], "weight_sync.adapter_only", ["learner.lora null"]),
+        (
+            ["weight_sync.adapter_only=true", "learner.lora={}", "generators.backend=vllm"],
+            "weight_sync.adapter_only",
+            ["'vllm'", "backend torch"],
+        ),
         (["reference.base_of_lora=true"], "reference.base_of_lora", ["learner.lora null"]),
         (
             ["reference.base_of_lora=true", "learner.lora={}", "reference.path=x"],
