@@ -28,10 +28,10 @@ from asyncrl.config_checks import (
     algorithm_problems,
     contradictions,
     creation_problems,
-    lora_problems,
     model_problems,
     source_problems,
 )
+from asyncrl.config_lora import lora_problems
 from asyncrl.generators.vllm_options import worker_count
 from asyncrl.learners.layout import Layout
 

@@ -17,6 +17,7 @@ from asyncrl.algorithms.names import (
     advantage_problem,
     loss_problem,
 )
+from asyncrl.config_lora import adapter_contradictions
 from asyncrl.generators.vllm_options import option_problems
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
         AlgorithmSection,
         Config,
         CreateSection,
-        LoraSection,
         ModelSection,
         SourceSection,
     )
@@ -60,22 +60,6 @@ def creation_problems(create: CreateSection) -> list[str]:
         )
     if create.heads % create.kv_heads:
         problems.append(f"kv_heads: found {create.kv_heads}; expected a divisor of heads = {create.heads}")
-    return problems
-
-
-def lora_problems(lora: LoraSection) -> list[str]:
-    """Adapters that would make log-probs depend on chance, and layers named twice."""
-    problems = []
-    if lora.dropout != 0:
-        problems.append(
-            f"dropout: found {lora.dropout:g}; expected 0, because the same tokens have to get the same "
-            "log-probs in learner, generators and reference"
-        )
-    if "all-linear" in lora.target_modules and len(lora.target_modules) > 1:
-        problems.append(
-            f"target_modules: found all-linear among {len(lora.target_modules)} names; expected it alone, or "
-            "names of layers alone"
-        )
     return problems
 
 
@@ -173,8 +157,7 @@ def contradictions(config: Config) -> list[str]:
         *_engine(config),
         *_canary(config),
         *_critic(config),
-        *_base_of_lora(config),
-        *_adapter_only(config),
+        *adapter_contradictions(config),
         *_other(config),
     ]
 
@@ -363,53 +346,6 @@ def _critic(config: Config) -> list[str]:
         problems.append(
             f"critic.warmup_steps: found {critic.warmup_steps} with run.steps {config.run.steps}; expected "
             "fewer, because the policy is not trained in these"
-        )
-    return problems
-
-
-def _base_of_lora(config: Config) -> list[str]:
-    """The reference is the frozen part of the learner's model: what needs another, or needs it elsewhere."""
-    reference = config.reference
-    if not reference.base_of_lora:
-        return []
-    problems = []
-    if config.learner.lora is None:
-        problems.append(
-            "reference.base_of_lora: found true with learner.lora null, where all weights are trained; "
-            "expected learner.lora to be set, or base_of_lora false"
-        )
-    if reference.path is not None:
-        problems.append(
-            f"reference.base_of_lora: found true with reference.path {reference.path!r}; expected path null, "
-            "because the base is the model that training starts from, or base_of_lora false"
-        )
-    if reference.dtype not in (None, config.model.dtype):
-        problems.append(
-            f"reference.base_of_lora: found true with reference.dtype {reference.dtype!r}; expected null or "
-            f"model.dtype = {config.model.dtype!r}, in which the base is held, or base_of_lora false"
-        )
-    if config.algorithm.kl == "reward":
-        problems.append(
-            "reference.base_of_lora: found true with algorithm.kl 'reward', where rewards need the KL as a "
-            "group lands and the learner knows it only when it trains; expected algorithm.kl loss, or "
-            "base_of_lora false"
-        )
-    return problems
-
-
-def _adapter_only(config: Config) -> list[str]:
-    if not config.weight_sync.adapter_only:
-        return []
-    problems = []
-    if config.learner.lora is None:
-        problems.append(
-            "weight_sync.adapter_only: found true with learner.lora null, where there are no adapters; "
-            "expected learner.lora to be set, or adapter_only false"
-        )
-    if config.generators.backend != "torch":
-        problems.append(
-            f"weight_sync.adapter_only: found true with generators.backend {config.generators.backend!r}, "
-            "which is sent whole weights; expected generators.backend torch, or adapter_only false"
         )
     return problems
 

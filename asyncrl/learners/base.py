@@ -154,7 +154,8 @@ class LearnerRank(Protocol):
         """This rank's own part of each tensor, flat, as it lies in memory: valid until the next update.
 
         Below ZeRO 3, the whole tensors on rank 0 and [] elsewhere. With ZeRO 3, parts of one size on
-        every rank: put together in the order of the ranks they are the tensor and some padding.
+        every rank: put together in the order of the ranks they are the tensor and some padding. With
+        adapters they are copies, merged, and the call is collective for ZeRO-3.
         """
         ...
 

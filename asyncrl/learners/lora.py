@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.config import LoraSection
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.learners.policy import tensor_spec
 from asyncrl.weight_sync.adapters import low_rank_delta
 from asyncrl.weight_sync.base import AdapterSpec, Manifest
@@ -119,11 +120,17 @@ class LoraAdapter:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Inside the block, the model computes what its base does. Without gradients alone."""
-        layers = [layer for layer in self._peft.modules() if hasattr(layer, "_disable_adapters")]
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers = [layer for layer in self._peft.modules() if isinstance(layer, BaseTunerLayer)]
         # Not by peft's own context, which changes requires_grad under the optimizer's hooks.
         for layer in layers:
             layer._disable_adapters = True
         try:
+            if not all(layer.disable_adapters for layer in layers):
+                raise InvariantError(
+                    f"peft {version('peft')} did not turn its adapters off by the switch that 0.21 has"
+                )
             yield
         finally:
             for layer in layers:

@@ -56,7 +56,9 @@ class PolicyWeights:
     def shards(self, bucket: Sequence[TensorSpec]) -> list[Tensor]:
         """This rank's part of each tensor, flat, as ``LearnerRank.shards`` defines it."""
         if self._sharded:
-            return [self._part(spec.name) for spec in bucket]
+            # The adapters of a bucket at once; what is merged into stays where it is.
+            with self._engine.gathered([p for spec in bucket for p in self._sources(spec.name)[1:]]):
+                return [self._part(spec.name) for spec in bucket]
         if self._engine.rank != 0:
             return []
         return [self._whole(spec.name, self._parameters[spec.name].dtype).reshape(-1) for spec in bucket]
@@ -83,15 +85,14 @@ class PolicyWeights:
         return weight if pair is None else pair.merge(weight, dtype)
 
     def _part(self, name: str) -> Tensor:
-        """This rank's part of a tensor, with padding at the end of the last ones."""
+        """This rank's part of a tensor, with padding at the end of the last ones; its adapter is gathered."""
         parameter: Any = self._parameters[name]
         own: Tensor = parameter.ds_tensor.detach()
         pair = self._pairs.get(name)
         if pair is None:
             return own
-        with self._engine.gathered(pair.parameters):
-            # All of the product, not this part's rows alone: the bits of a product depend on its shape.
-            delta = pair.delta().reshape(-1)
+        # All of the product, not this part's rows alone: the bits of a product depend on its shape.
+        delta = pair.delta().reshape(-1)
         begin = self._engine.rank * own.numel()
         part = own.to(torch.float32, copy=True)
         mine = delta[begin : begin + own.numel()]

@@ -29,7 +29,13 @@ def adapted(at: Rank) -> Iterator[tuple[DeepSpeedLearner, LoraAdapter, Manifest]
     rank = DeepSpeedLearner(
         model=ModelSection.model_validate({"path": str(at.folder), "dtype": at.dtype}),
         learner=LearnerSection(
-            ranks=at.ranks, zero_stage=at.stage, lr=at.lr, device="cpu", lora=LORA, packing=at.packing
+            ranks=at.ranks,
+            zero_stage=at.stage,
+            lr=at.lr,
+            device="cpu",
+            lora=LORA,
+            packing=at.packing,
+            gradient_checkpointing=at.stage == 1,
         ),
         algorithm=AlgorithmSection(kl="loss"),
         model_path=str(at.folder),

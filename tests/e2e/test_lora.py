@@ -43,10 +43,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[tuple[int, int, str], list[dict[str, Any]]]:
-    """What each rank returned."""
+    """What each rank returned. Stage 1 computes activations again, stage 2 packs."""
     return {
         (stage, ranks, dtype): run_ranks(
-            train_adapter, folder, stage=stage, ranks=ranks, dtype=dtype, lr=1e-2, versions=VERSIONS
+            train_adapter,
+            folder,
+            stage=stage,
+            ranks=ranks,
+            dtype=dtype,
+            packing=stage == 2,
+            lr=1e-2,
+            versions=VERSIONS,
         )
         for stage, ranks, dtype in KEYS
     }
