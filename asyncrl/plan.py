@@ -166,12 +166,13 @@ def placement_rows(config: Config) -> list[tuple[str, str]]:
                 f"{generators.slots} slots{shared}; reward workers beside it: {config.reward.workers}",
             )
         )
+    adapter = "" if learner.lora is None else f"; LoRA of rank {learner.lora.rank} alone is trained"
     for i, cores in enumerate(deal_cores(learner.cpu_cores, learner.ranks)):
         rows.append(
             (
                 f"learner {i}",
                 f"{learner.backend} ZeRO-{learner.zero_stage} on {learner.device}, "
-                f"{_cores(cores, learner.threads)}",
+                f"{_cores(cores, learner.threads)}{adapter}",
             )
         )
     for name, role in config.roles.items():

@@ -266,6 +266,12 @@ class TorchEngine:
         self._require_running()
         await self._order(self._go_on)
 
+    def live_weights(self) -> dict[str, torch.Tensor]:
+        """The tensors that the model computes with, by Hugging Face parameter name; only to read."""
+        self._require_running()
+        assert self._weights is not None
+        return self._weights.live()
+
     def stage(self) -> dict[str, torch.Tensor]:
         """The tensors to receive the next version into, by Hugging Face parameter name.
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
 from asyncrl.generators.torch_engine import TorchEngine
 from asyncrl.types import Completion, Float32Array, GenerationRequest
+from asyncrl.weight_sync.adapters import AdapterMerger
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 from asyncrl.weight_sync.broadcast import PushGroup
 
@@ -21,6 +24,7 @@ class TorchGenerator:
         self._group: PushGroup | None = None
         self._staged: tuple[int, str, float] | None = None
         """Version, checksum and seconds of what lies in the staging area."""
+        self._merger: AdapterMerger | None = None
 
     @property
     def live_version(self) -> int:
@@ -52,6 +56,10 @@ class TorchGenerator:
         if group is not None:
             # In a thread: it may wait for a broadcast that a dead peer holds up.
             await asyncio.to_thread(group.close)
+        if spec.adapters and self._merger is None:
+            # Before the first push of this life: what it holds is the start model.
+            start = self._engine.live_weights()
+            self._merger = await asyncio.to_thread(AdapterMerger, start, spec.manifest, spec.adapters)
         self._group = await asyncio.to_thread(PushGroup, spec)
 
     async def receive(self, version: int) -> None:
@@ -61,7 +69,7 @@ class TorchGenerator:
         self._staged = None
         clock = asyncio.get_running_loop().time
         start = clock()
-        checksum = await asyncio.to_thread(group.receive, version, self._engine.stage())
+        checksum = await asyncio.to_thread(self._fill, group, version, self._engine.stage())
         self._staged = (version, checksum, clock() - start)
 
     async def swap(self, version: int, *, in_flight: bool, kv: KVAfterSwap) -> WeightEcho:
@@ -72,6 +80,14 @@ class TorchGenerator:
         self._staged = None
         pause_s = await self._engine.swap_staged(version, in_flight=in_flight, kv=kv)
         return WeightEcho(version, checksum, pause_s, receive_s)
+
+    def _fill(self, group: PushGroup, version: int, staging: Mapping[str, Tensor]) -> str:
+        """Receive into ``staging``, in a thread; the checksum of what arrived."""
+        if self._merger is None:
+            return group.receive(version, staging)
+        checksum = group.receive(version, self._merger.room)
+        self._merger.merge(staging)
+        return checksum
 
     async def check_health(self) -> None:
         self._engine.check_health()

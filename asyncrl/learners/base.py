@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.types import Batch, Float32Array, Metrics, Trajectory
-from asyncrl.weight_sync.base import Manifest, PushGroupSpec, TensorSpec
+from asyncrl.weight_sync.base import AdapterSpec, Manifest, PushGroupSpec, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -101,9 +101,13 @@ class LearnerInfo:
     """Facts that are known once the learner stands."""
 
     manifest: Manifest
+    """What a push sends."""
     parameters: int
+    """Of the model, whatever of it is trained."""
     store: tuple[str, int] | None = None
     """Host and port of the TCPStore, on rank 0, where push groups meet."""
+    adapters: tuple[AdapterSpec, ...] = ()
+    """With pushes of adapters alone, what receivers make of the manifest's tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,8 @@ class LearnerRank(Protocol):
         """This rank's own part of each tensor, flat, as it lies in memory: valid until the next update.
 
         Below ZeRO 3, the whole tensors on rank 0 and [] elsewhere. With ZeRO 3, parts of one size on
-        every rank: put together in the order of the ranks they are the tensor and some padding.
+        every rank: put together in the order of the ranks they are the tensor and some padding. With
+        adapters they are copies, merged, and the call is collective for ZeRO-3.
         """
         ...
 

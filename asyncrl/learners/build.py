@@ -34,6 +34,8 @@ def build_rank(config: Config, model_path: str, rank: int, host: str, port: int,
         deterministic=config.run.deterministic,
         length_norm=config.length_norm,
         folder=folder,
+        refer_to_base=config.reference.base_of_lora,
+        push_adapters=config.weight_sync.adapter_only,
     )
 
 

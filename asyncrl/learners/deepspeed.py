@@ -20,10 +20,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncrl.algorithms.advantages import GroupAdvantage
 from asyncrl.algorithms.aggregation import StepCounts
@@ -35,14 +35,16 @@ from asyncrl.learners.advantages import batch_wide, from_user
 from asyncrl.learners.base import LearnerInfo, MiniBatch, RankStep, StepResult, TrainSample, finite
 from asyncrl.learners.collate import MicroBatch, collate
 from asyncrl.learners.engine import TrainingEngine
+from asyncrl.learners.lora import LoraAdapter
 from asyncrl.learners.masking import check_staleness, mask_stale
 from asyncrl.learners.objective import Objective, Tally
 from asyncrl.learners.packed import require_exact_packing
 from asyncrl.learners.policy import load_policy, manifest_of, selected_logits
 from asyncrl.learners.preferences import Preferences
 from asyncrl.learners.schedule import learning_rate
+from asyncrl.learners.weights import PolicyWeights
 from asyncrl.types import Float32Array
-from asyncrl.weight_sync.base import Manifest, TensorSpec
+from asyncrl.weight_sync.base import AdapterSpec, TensorSpec
 from asyncrl.weight_sync.verify import state_checksum
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,8 @@ class DeepSpeedLearner:
     ``master`` is host and port where the ranks meet; rank 0 listens there, on that address alone.
     ``total_steps`` is where the falling learning rate schedules end, ``length_norm`` the divisor of
     seq-mean-token-sum-norm in tokens, ``folder`` where users' own functions are looked up (default: the
-    current one).
+    current one). ``refer_to_base``: the reference, where one is needed, is the model with its adapters off.
+    ``push_adapters``: what travels is the adapters alone.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class DeepSpeedLearner:
         deterministic: bool = False,
         length_norm: float = 1.0,
         folder: Path | None = None,
+        refer_to_base: bool = False,
+        push_adapters: bool = False,
     ) -> None:
         self._model_section = model
         self._settings = learner
@@ -82,6 +87,8 @@ class DeepSpeedLearner:
         self._model_path = model_path
         self._max_staleness = max_staleness
         self._mask_stale = mask_stale
+        self._refer_to_base = refer_to_base
+        self._push_adapters = push_adapters
         self._total_steps = total_steps
         self._rank = rank
         self._engine = TrainingEngine(
@@ -94,8 +101,7 @@ class DeepSpeedLearner:
             deterministic=deterministic,
         )
         self._device = self._engine.device
-        self._manifest: Manifest = ()
-        self._parameters: dict[str, nn.Parameter] = {}
+        self._adapter: LoraAdapter | None = None
 
     def _set_algorithm(
         self, algorithm: AlgorithmSection, temperature: float, max_staleness: int, folder: Path
@@ -105,6 +111,7 @@ class DeepSpeedLearner:
         self._advantage = algorithm.advantage
         self._gamma, self._lambda = algorithm.gamma, algorithm.gae_lambda
         self._epochs = algorithm.epochs
+        self._needs_reference = algorithm.needs_reference
         self._user_advantage: GroupAdvantage | None = None
         if is_path(algorithm.advantage):
             self._user_advantage = user_advantage(algorithm.advantage, folder)
@@ -119,14 +126,26 @@ class DeepSpeedLearner:
             checkpointing=self._settings.gradient_checkpointing,
             attention=None if self._settings.attention == "auto" else self._settings.attention,
         )
-        self._manifest = manifest_of(model)
+        manifest = manifest_of(model)
+        count = sum(spec.numel for spec in manifest)
+        adapters: tuple[AdapterSpec, ...] = ()
+        if self._settings.lora is not None:
+            self._adapter = LoraAdapter(model, self._settings.lora)
+            if self._push_adapters:
+                manifest, adapters = self._adapter.manifest, self._adapter.specs
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._engine.build(model)
-        self._parameters = dict(self._engine.module.named_parameters())
+        self._weights = PolicyWeights(self._engine, self._adapter, sharded=self._settings.zero_stage == 3)
         if self._settings.packing:
             require_exact_packing(self._engine, self._model_section.dtype, self._device)
-        count = sum(spec.numel for spec in self._manifest)
-        log.info("learner rank %d of %d: %d parameters", self._rank, self._engine.world_size, count)
-        return LearnerInfo(manifest=self._manifest, parameters=count)
+        log.info(
+            "learner rank %d of %d: %d parameters, %d trained",
+            self._rank,
+            self._engine.world_size,
+            count,
+            trained,
+        )
+        return LearnerInfo(manifest=manifest, parameters=count, adapters=adapters)
 
     def step(self, share: RankStep) -> StepResult:
         start = time.perf_counter()
@@ -140,10 +159,10 @@ class DeepSpeedLearner:
             warmup_steps=self._settings.warmup_steps,
             total_steps=self._total_steps,
         )
-        samples = self._with_advantages(share)
+        samples = self._with_reference(self._with_advantages(share), share)
         updates = (share.mini_batches or (share.whole,)) * self._epochs
         if len(updates) > 1:
-            samples = self._with_proximal(samples, share)
+            samples = self._with_logprobs("proximal", samples, share)
         tally, norms, skipped = Tally(self._device), [], False
         for update in updates:
             self._accumulate(samples, update, share, tally)
@@ -174,7 +193,8 @@ class DeepSpeedLearner:
     def accumulate(self, share: RankStep) -> Tally:
         """Forward and backward over all micro-batches: leaves the step's gradient; collective."""
         tally = Tally(self._device)
-        self._accumulate(self._with_advantages(share), share.whole, share, tally)
+        samples = self._with_reference(self._with_advantages(share), share)
+        self._accumulate(samples, share.whole, share, tally)
         return tally
 
     def _accumulate(
@@ -241,17 +261,27 @@ class DeepSpeedLearner:
         self._engine.all_sum(pairs)
         return samples, int(pairs)
 
+    def _with_reference(self, samples: tuple[TrainSample, ...], share: RankStep) -> tuple[TrainSample, ...]:
+        """The samples with the base's log-probs, where those are the reference's; collective."""
+        if not (self._refer_to_base and self._needs_reference):
+            return samples
+        assert self._adapter is not None
+        with self._adapter.off():
+            return self._with_logprobs("reference", samples, share)
+
     @torch.no_grad()
-    def _with_proximal(self, samples: tuple[TrainSample, ...], share: RankStep) -> tuple[TrainSample, ...]:
-        """The samples with the log-probs of the policy as it is now; collective."""
+    def _with_logprobs(
+        self, field: Literal["proximal", "reference"], samples: tuple[TrainSample, ...], share: RankStep
+    ) -> tuple[TrainSample, ...]:
+        """The samples with the log-probs of the model as it is now, in ``field``; collective."""
         found = list(samples)
         for rows in share.micro_batches:
             batch = self._collate([samples[row] for row in rows], share.version)
             logits = self._logits(batch)
             logprobs = self._objective.logprobs(logits, batch).to("cpu", torch.float32).numpy()  # (B, T)
             for row, of_row in zip(rows, logprobs, strict=False):
-                length = len(samples[row].trajectory.token_ids)
-                found[row] = replace(samples[row], proximal=of_row[:length])
+                own: dict[str, Any] = {field: of_row[: len(samples[row].trajectory.token_ids)]}
+                found[row] = replace(samples[row], **own)
         return tuple(found)
 
     @torch.no_grad()
@@ -275,29 +305,13 @@ class DeepSpeedLearner:
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Full parameters in the compute dtype; each is valid until the next is asked for."""
-        for name, parameter in self._parameters.items():
-            with self._engine.gathered([parameter]):
-                yield name, parameter.detach()
+        return self._weights.named()
 
     def gather_bucket(self, bucket: Sequence[TensorSpec], into: Tensor | None = None) -> Tensor | None:
-        if self._settings.zero_stage < 3 and self._rank != 0:
-            return None
-        parameters = [self._parameters[spec.name] for spec in bucket]
-        with self._engine.gathered(parameters):
-            if self._rank != 0:
-                return None
-            dtype = getattr(torch, bucket[0].dtype)
-            # A copy: the next update may run before the last of it is on the wire.
-            tensors = [p.detach().reshape(-1).to(dtype) for p in parameters]
-            if into is not None and into.device == tensors[0].device:
-                return torch.cat(tensors, out=into)
-            return torch.cat(tensors)
+        return self._weights.bucket(bucket, into)
 
     def shards(self, bucket: Sequence[TensorSpec]) -> list[Tensor]:
-        parameters: list[Any] = [self._parameters[spec.name] for spec in bucket]
-        if self._settings.zero_stage == 3:
-            return [p.ds_tensor.detach() for p in parameters]
-        return [p.detach().view(-1) for p in parameters] if self._rank == 0 else []
+        return self._weights.shards(bucket)
 
     def checksum(self) -> str:
         """Checksum of the full parameters; collective for ZeRO-3, the same on every rank."""
@@ -310,6 +324,8 @@ class DeepSpeedLearner:
         for name, parameter in self.named_parameters():
             if self._rank == 0:
                 state[name] = parameter.to("cpu", copy=True)
+        if self._adapter is not None:
+            self._weights.export_adapter(folder / "adapter")
         if self._rank != 0:
             return
         trust = self._model_section.trust_remote_code

@@ -97,12 +97,13 @@ class TrainingEngine:
             torch.use_deterministic_algorithms(True, warn_only=True)
 
     def build(self, model: nn.Module) -> None:
-        """Meet the other ranks, and take the model over; collective."""
+        """Meet the other ranks, and take the model over; collective. What needs no gradient is frozen."""
         import deepspeed
 
         self._join_ranks()
-        config = self._engine_config(sum(p.numel() for p in model.parameters()))
-        self._engine, _, _, _ = deepspeed.initialize(model=model, config=config)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        config = self._engine_config(sum(p.numel() for p in trained))
+        self._engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
 
     @property
     def module(self) -> Any:

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class LearnerActor:
         if self._rank != 0:
             return info
         self._store = create_store(self._host, self._config.weight_sync.timeout_s)
-        return LearnerInfo(info.manifest, info.parameters, (self._host, self._store.port))
+        return replace(info, store=(self._host, self._store.port))
 
     def step(
         self, version: int, kl_coef: float, plan: RankPlan, groups: Sequence[SentGroup], *payloads: bytes

@@ -91,10 +91,12 @@ def selected_logits(
 
 def manifest_of(model: nn.Module) -> Manifest:
     """Name, shape and dtype of each parameter, in the model's order."""
-    return tuple(
-        TensorSpec(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
-        for name, parameter in model.named_parameters()
-    )
+    return tuple(tensor_spec(name, parameter) for name, parameter in model.named_parameters())
+
+
+def tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
+    """A whole tensor as it travels: in its own dtype."""
+    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def _select(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:

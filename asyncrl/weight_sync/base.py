@@ -35,6 +35,21 @@ class TensorSpec:
 Manifest = tuple[TensorSpec, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """A weight that receivers make of the start model's and of two tensors that travel."""
+
+    weight: str
+    a: str
+    """Name of A, (rank, in), in the manifest."""
+    b: str
+    """Name of B, (out, rank), in the manifest."""
+    scaling: float
+    """The weight is W + scaling * B @ A."""
+    transposed: bool
+    """Whether W is (in, out), as in a Conv1D, and not (out, in)."""
+
+
 def plan_buckets(manifest: Manifest, bucket_bytes: int) -> list[list[TensorSpec]]:
     """Cut the manifest, in order, into buckets of one dtype and at most ``bucket_bytes``.
 
@@ -67,6 +82,8 @@ class PushGroupSpec:
     bucket_bytes: int
     timeout_s: float
     manifest: Manifest
+    adapters: tuple[AdapterSpec, ...] = ()
+    """Where the manifest's tensors are those of adapters alone, what receivers make of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,6 +224,7 @@ class WeightPublisher:
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
             manifest=self._info.manifest,
+            adapters=self._info.adapters,
         )
         # Each replica has as many ranks in a row as it has workers; it is told its first.
         ranks = accumulate((m.replica.push_ranks for m in receivers[:-1]), initial=1)

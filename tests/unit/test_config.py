@@ -123,6 +123,34 @@ def test_one_wrong_value(override: str, expected: str) -> None:
         (["rollout.min_group=1"], "rollout.min_group", ["found 1", "at least 2"]),
         (["rollout.min_group=9"], "rollout.min_group", ["found 9", "rollout.group_size = 8"]),
         (["learner.ranks=9"], "rollout.groups_per_step", ["found 8", "learner.ranks = 9"]),
+        (["learner.lora.dropout=0.1"], "learner.lora.dropout", ["found 0.1", "expected 0"]),
+        (
+            ["learner.lora.target_modules=[all-linear,q_proj]"],
+            "learner.lora.target_modules",
+            ["2 names", "alone"],
+        ),
+        (["weight_sync.adapter_only=true"], "weight_sync.adapter_only", ["learner.lora null"]),
+        (
+            ["weight_sync.adapter_only=true", "learner.lora={}", "generators.backend=vllm"],
+            "weight_sync.adapter_only",
+            ["'vllm'", "backend torch"],
+        ),
+        (["reference.base_of_lora=true"], "reference.base_of_lora", ["learner.lora null"]),
+        (
+            ["reference.base_of_lora=true", "learner.lora={}", "reference.path=x"],
+            "reference.base_of_lora",
+            ["'x'"],
+        ),
+        (
+            ["reference.base_of_lora=true", "learner.lora={}", "reference.dtype=bfloat16"],
+            "reference.base_of_lora",
+            ["'bfloat16'", "model.dtype = 'float32'"],
+        ),
+        (
+            ["reference.base_of_lora=true", "learner.lora={}", "algorithm.kl=reward"],
+            "reference.base_of_lora",
+            ["'reward'", "kl loss"],
+        ),
         (["model.path=x"], "model", ["both", "'x'"]),
         (["model.create=null"], "model", ["neither"]),
         (["data.train.hub=x"], "data.train", ["path and hub", "exactly one"]),
@@ -168,6 +196,14 @@ def test_values_that_contradict(overrides: list[str], key: str, parts: list[str]
 )
 def test_values_at_the_edge_of_what_is_allowed(overrides: list[str]) -> None:
     parse_config(VALUES, overrides)
+
+
+def test_a_reference_that_is_the_base_of_the_adapters_has_no_actors() -> None:
+    config = parse_config(VALUES, ["algorithm.kl=loss", "learner.lora={}"])
+    assert set(config.roles) == {"reference"}
+    assert not parse_config(
+        VALUES, ["algorithm.kl=loss", "learner.lora={}", "reference.base_of_lora=true"]
+    ).roles
 
 
 def test_all_errors_come_at_once() -> None:
