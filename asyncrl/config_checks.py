@@ -149,6 +149,7 @@ def contradictions(config: Config) -> list[str]:
         *_devices(config),
         *_engine(config),
         *_canary(config),
+        *_reference(config),
         *_critic(config),
         *_other(config),
     ]
@@ -314,6 +315,28 @@ def _canary(config: Config) -> list[str]:
         f"rollout.max_new_tokens = {config.max_sequence_tokens}; expected at least 3 tokens to compare "
         "log-probs on, or canary_every 0"
     ]
+
+
+def _reference(config: Config) -> list[str]:
+    problems = []
+    reference, pushed = config.reference, config.schedule.publish_every
+    if reference.ema is not None and reference.refresh_every == 0:
+        problems.append(
+            f"reference.ema: found {reference.ema:g} with reference.refresh_every 0, where the reference "
+            "never moves; expected refresh_every of at least 1, or ema null"
+        )
+    if reference.refresh_every > 0 and not config.algorithm.needs_reference:
+        problems.append(
+            f"reference.refresh_every: found {reference.refresh_every} with algorithm.kl 'none' and loss "
+            f"{config.algorithm.loss!r}, which start no reference; expected kl loss or reward, or 0"
+        )
+    if reference.refresh_every % pushed:
+        problems.append(
+            f"reference.refresh_every: found {reference.refresh_every} with schedule.publish_every {pushed}; "
+            "expected a multiple of it, because the reference follows to versions that are pushed: the next "
+            f"one is {(reference.refresh_every // pushed + 1) * pushed}"
+        )
+    return problems
 
 
 def _critic(config: Config) -> list[str]:

@@ -31,7 +31,7 @@ from asyncrl.metrics import StepMeter, batch_metrics
 from asyncrl.metrics_lines import MetricsLines
 from asyncrl.observer import Observer
 from asyncrl.outstanding import OutstandingGroups, Running
-from asyncrl.pushes import Publisher, Pushes
+from asyncrl.pushes import Publisher, Pushes, Reference
 from asyncrl.roles.annotator import Annotator
 from asyncrl.roles.kl_control import KLControl
 from asyncrl.rollout import GroupRequest
@@ -82,6 +82,7 @@ class Controller:
         observer: Observer,
         *,
         annotator: Annotator | None = None,
+        reference: Reference | None = None,
         checkpoints: Path | None = None,
         max_queue_bytes: int = 4 << 30,
     ) -> None:
@@ -92,6 +93,7 @@ class Controller:
         self._publisher = publisher
         self._evaluator = evaluator
         self._annotator = annotator or Annotator(())
+        self._reference = reference
         self._observer = observer
         self._checkpoints = checkpoints
         rollout = config.rollout
@@ -127,6 +129,7 @@ class Controller:
             publisher,
             pool,
             evaluator,
+            reference=reference,
             evaluated=observer.evaluated,
             changed=self._changed,
             watchdog=self._watchdog,
@@ -201,7 +204,11 @@ class Controller:
         supervisor = group.create_task(self._pool.supervise(), name="supervise generators")
         await self._pushes.open(info)
         self._watchdog.made_progress("the start of generators and learner")
-        return [supervisor, group.create_task(self._pushes.let_in_restarted(), name="let in generators")]
+        return [
+            supervisor,
+            group.create_task(self._pushes.let_in_restarted(), name="let in generators"),
+            group.create_task(self._pushes.restore_reference(), name="restore reference"),
+        ]
 
     async def _evaluate_first(self) -> Metrics | None:
         record = {**self._line_head(), **self._publisher.take_metrics()}
@@ -389,6 +396,7 @@ class Controller:
             **self._pool.metrics(),
             **self._publisher.take_metrics(),
             **self._annotator.take_metrics(),
+            **(self._reference.take_metrics() if self._reference is not None else {}),
         }
         self._lines.add(record, evaluation)
         self._observer.stepped(record)

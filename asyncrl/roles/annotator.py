@@ -5,6 +5,8 @@ Invariants:
 - ``timing_s/annotate_wait`` is time that a step would not have taken had annotations taken none: from the
   moment at which the last group of its batch was back from its generator until it had the batch,
   as far as the learner was waiting then. 0: all of it was hidden.
+- ``reference/version`` is the newest reference that a group of the step's batch was annotated by, and
+  ``reference/version_min`` the oldest: the policy version that it had last taken weights of.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ class Annotator:
         self._roles = tuple(roles)
         self._seconds = {role.name: 0.0 for role in self._roles}
         self._waited_s = 0.0
+        self._references: list[int] = []
 
     async def start(self) -> None:
         """Start all roles at once; the first that cannot start ends it."""
@@ -50,6 +53,8 @@ class Annotator:
         """The learner waited from ``start`` to ``end`` for this batch."""
         if self._roles and groups:
             self._waited_s += end - max(start, *(group.landed_at for group in groups))
+        found = (a.meta.reference_version for group in groups for a in group.annotations)
+        self._references += [version for version in found if version is not None]
 
     def take_metrics(self) -> Metrics:
         """Seconds since the last call: of each role's own work, summed over its actors; of waiting."""
@@ -59,6 +64,10 @@ class Annotator:
         metrics["timing_s/annotate_wait"] = self._waited_s
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         self._waited_s = 0.0
+        if self._references:
+            metrics["reference/version"] = float(max(self._references))
+            metrics["reference/version_min"] = float(min(self._references))
+            self._references = []
         return metrics
 
     async def close(self) -> None:

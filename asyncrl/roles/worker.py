@@ -31,4 +31,7 @@ def annotated(role: str, worker: RoleWorker, payload: bytes, expected: int) -> t
             )
     record = encode_annotation(group.ordinal, group.response_lengths, findings.arrays)
     seconds = time.perf_counter() - start
-    return AnnotationMeta(role, checksum(record), len(record), seconds, findings.scalars), record
+    meta = AnnotationMeta(
+        role, checksum(record), len(record), seconds, findings.scalars, findings.reference_version
+    )
+    return meta, record

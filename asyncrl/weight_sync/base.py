@@ -34,6 +34,9 @@ class TensorSpec:
 
 Manifest = tuple[TensorSpec, ...]
 
+Channel = Literal["generators", "reference"]
+"""Who a push is for. A sender has one push group for each, which come and go without each other."""
+
 
 def plan_buckets(manifest: Manifest, bucket_bytes: int) -> list[list[TensorSpec]]:
     """Cut the manifest, in order, into buckets of one dtype and at most ``bucket_bytes``.
