@@ -305,6 +305,7 @@ class Controller:
                 return
             version = self.budget.version
             record: Metrics = {}
+            landed_as = {g.meta.ordinal: g for g in groups}
             if self.config.schedule.at_bound == "mask":
                 landed = sum(g.meta.loss_tokens for g in groups)
                 # The counts of what is trained; the learner masks the tokens themselves.
@@ -328,7 +329,9 @@ class Controller:
                 self._retire_batch(version, groups, result)
                 self._groups.retire_idle(idle)
             evaluation = await self._pushes.publish_if_due(group)
-            record |= {**result.metrics, **self._kl.end_step(groups, result)}
+            # Their KL was taken of all tokens that they landed with.
+            scored = [landed_as[meta.ordinal] for meta in metas]
+            record |= {**result.metrics, **self._kl.end_step(scored, result)}
             await self._end_step(record, metas, evaluation)
 
     async def _take(self) -> list[ReadyGroup] | None:

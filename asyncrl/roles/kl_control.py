@@ -52,7 +52,10 @@ class KLControl:
         return tuple(self.coefficient * kl for kl in _kl(group))
 
     def end_step(self, groups: Sequence[ReadyGroup], result: StepResult) -> Metrics:
-        """Take in what an update measured; returns the metrics of its own coefficient."""
+        """Take in what an update measured; returns the metrics of its own coefficient.
+
+        ``groups``: those that it trained, as they landed: with the tokens that were masked out since.
+        """
         if self._where == "none":
             return {}
         metrics = {"actor/kl_coef": self.coefficient}

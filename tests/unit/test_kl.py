@@ -242,6 +242,28 @@ def test_groups_of_equal_rewards_are_filtered_whatever_their_kl() -> None:
     assert all(len(set(i.meta.rewards)) == 2 for b in outcome.learner.batches for i in b.items)
 
 
+def test_the_kl_a_token_is_of_the_tokens_that_were_scored_whatever_is_masked_later() -> None:
+    def half_a_token(group: Group) -> Findings:
+        return Findings({}, {"kl": tuple(0.5 * len(t.token_ids) for t in group.trajectories)})
+
+    settings = config(
+        "run.steps=12",
+        "algorithm.kl=reward",
+        "schedule.pipeline_depth=1",
+        "schedule.max_staleness=1",
+        "schedule.at_bound=mask",
+        "rollout.max_new_tokens=100",
+    )
+    # Ordinal 3 takes so long that most of its tokens are too old when it is trained.
+    straggler = ScriptedGenerator(length=lambda request: 75 if request.key.ordinal == 3 else 10, token_s=0.1)
+    member = ScriptedRoleMember(role="reference", findings=half_a_token)
+    role = RoleGroup("reference", [member], restart=None, timeout_s=100.0, setting="reference.timeout_s")
+    outcome = run(settings, [straggler], roles=[role])
+    lines = outcome.log.lines[1:]
+    assert max(line["staleness/masked_tokens"] for line in lines) > 50
+    assert [line["actor/reference_kl"] for line in lines] == pytest.approx([0.5] * 12)
+
+
 class MeasuringLearner(ScriptedLearner):
     """Reports a KL a token of its own choice; its second step is not finite."""
 
