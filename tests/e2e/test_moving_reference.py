@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
-from .runs import assert_sound, finish
+from .deaths import wait_until
+from .runs import assert_sound, finish, start
 
 MOVING = (
     "algorithm.kl=loss",
@@ -30,3 +32,42 @@ def test_the_kl_falls_back_to_nothing_after_each_refresh(tmp_path: Path) -> None
     assert [line.get("model/checksum") for line in again.metrics] == [
         line.get("model/checksum") for line in run.metrics
     ]
+
+
+def test_an_average_over_overlapped_pushes_starts_over_when_an_actor_dies(tmp_path: Path) -> None:
+    """Shards of two ranks, gathered from their copies; a death between two refreshes."""
+    run = start(
+        tmp_path,
+        *MOVING,
+        "run.steps=100000",
+        "reference.ema=0.5",
+        "reference.refresh_every=4",
+        "schedule.pipeline_depth=1",
+        "schedule.max_staleness=1",
+        "weight_sync.overlap=true",
+        "learner.ranks=2",
+        "learner.zero_stage=3",
+        name="average",
+    )
+    try:
+        run.wait_for_steps(6)
+        victim = next(p for p in run.processes() if "RoleActor" in " ".join(p.cmdline()))
+        victim.kill()
+        wait_until(
+            run, "the reference is whole again", 120, lambda: run.metrics[-1]["reference/restored"] == 1
+        )
+        restored_at = len(run.metrics)
+        wait_until(run, "a refresh", 120, lambda: run.metrics[-1]["reference/version"] > restored_at + 4)
+        run.interrupt(signal.SIGINT)
+        assert run.wait(60) == 130, run.text
+        run.assert_nothing_left(within_s=15)
+    finally:
+        for process in run.processes():
+            process.kill()
+    assert_sound(run, max_staleness=1, capacity=4)
+    lines = run.metrics[1:]
+    versions = [line["reference/version"] for line in lines]
+    assert versions == sorted(versions)
+    # One version was taken out of turn.
+    assert len({version for version in versions if version % 4}) <= 1
+    assert run.metrics[-1]["ledger/failed"] == 0
