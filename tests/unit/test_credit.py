@@ -138,6 +138,13 @@ def test_objectives_that_cancel_in_the_sum_still_have_signal() -> None:
     assert found[0] > 0 > found[1]
 
 
+def test_pairs_need_no_greedy_answer() -> None:
+    remax = "algorithm.advantage=remax"
+    assert CreditAssignment(config(remax)).needs_greedy
+    pairs = config(remax, "algorithm.loss=dpo", "algorithm.correction=none")
+    assert not CreditAssignment(pairs).needs_greedy
+
+
 def test_penalties_for_length_are_an_objective_of_weight_one() -> None:
     settings = (*NORMALISED, "algorithm.length_penalty=0.001", "algorithm.reward_clip=[0,1]")
     values = [{"right": 7.0, "brief": 1.0}, {"right": 1.0, "brief": 9.0}]
