@@ -111,7 +111,7 @@ class Controller:
         self._meter = StepMeter(config.generators.slots)
         self._times = self._meter.times
         self._watchdog = Watchdog(
-            config.run.stall_after_s, lambda: [*self._groups.describe(pool.holder), *pool.describe()]
+            config.run.stall_after_s, lambda: [*self._groups.describe(self._holder), *pool.describe()]
         )
         self._groups = OutstandingGroups(
             config,
@@ -386,6 +386,10 @@ class Controller:
             )
 
     # ------------------------------------------------------------------ what users see
+
+    def _holder(self, uid: str, ordinal: int) -> str:
+        """Who works on a running group, for the report of a stall."""
+        return self._annotator.holder(ordinal) or self._pool.holder(uid, ordinal)
 
     async def _end_step(
         self, record: Metrics, metas: Sequence[GroupMeta], evaluation: asyncio.Task[Metrics] | None

@@ -27,6 +27,8 @@ class Annotator:
         self._seconds = {role.name: 0.0 for role in self._roles}
         self._waited_s = 0.0
         self._references: list[int] = []
+        self._working: dict[int, list[str]] = {}
+        """By ordinal of a group, the roles that have not annotated it yet."""
 
     async def start(self) -> None:
         """Start all roles at once; the first that cannot start ends it."""
@@ -38,16 +40,29 @@ class Annotator:
         """One annotation of each role. Raises the error of the first role that fails."""
         if not self._roles:
             return ()
-        tasks = [asyncio.ensure_future(role.annotate(meta, payload)) for role in self._roles]
+        working = self._working[meta.ordinal] = [role.name for role in self._roles]
+
+        async def one(role: Role) -> Annotation:
+            annotation = await role.annotate(meta, payload)
+            working.remove(role.name)
+            return annotation
+
+        tasks = [asyncio.ensure_future(one(role)) for role in self._roles]
         try:
             annotations = tuple(await asyncio.gather(*tasks))
         finally:
+            del self._working[meta.ordinal]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         for annotation in annotations:
             self._seconds[annotation.meta.role] += annotation.meta.seconds
         return annotations
+
+    def holder(self, ordinal: int) -> str | None:
+        """Whom a group waits for here, for reports; None for one that is not here."""
+        working = self._working.get(ordinal)
+        return f"{' and '.join(working)} for its annotation" if working else None
 
     def waited(self, groups: Sequence[ReadyGroup], start: float, end: float) -> None:
         """The learner waited from ``start`` to ``end`` for this batch."""
