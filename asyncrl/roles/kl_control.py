@@ -5,6 +5,7 @@ Invariants:
   whenever they landed.
 - It is adapted to the KL that a step measured: with KL in the loss that of the policy that was updated, with
   KL in the reward that of the policy that sampled.
+- It stands while the policy does: in steps that were skipped, and in those of a critic's warm-up.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class KLControl:
             kl = fsum(k for group in groups for k in _kl(group)) / max(tokens, 1)
             metrics["actor/reference_kl"] = kl
         answers = sum(len(group.meta.trajectories) for group in groups)
-        if self._adaptive is not None and kl is not None and isfinite(kl) and not result.skipped:
+        stood_still = result.skipped or result.metrics.get("critic/warmup", 0.0) > 0
+        if self._adaptive is not None and kl is not None and isfinite(kl) and not stood_still:
             self._adaptive.update(kl, answers)
         return metrics
 

@@ -288,6 +288,27 @@ def test_the_coefficient_follows_the_kl_that_steps_measure() -> None:
     assert [line["actor/kl_coef"] for line in outcome.log.lines[1:]] == pytest.approx(coefficients)
 
 
+class WarmingUp(ScriptedLearner):
+    """Leaves the policy as it is in its first two steps, as a critic's warm-up does."""
+
+    async def step(self, batch: Batch) -> StepResult:
+        result = await super().step(batch)
+        return replace(result, metrics={"critic/warmup": float(batch.version < 2)})
+
+
+def test_the_coefficient_stands_while_the_policy_does() -> None:
+    learner = WarmingUp(max_staleness=2, step_s=1.0)
+    outcome = run_with_reference(
+        "algorithm.kl=reward",
+        "algorithm.kl_coef=0.1",
+        "algorithm.kl_target=100",
+        "algorithm.kl_horizon=40",
+        learner=learner,
+    )
+    coefficients = [batch.kl_coef for batch in outcome.learner.batches]
+    assert coefficients == pytest.approx([0.1, 0.1, 0.1, 0.098])
+
+
 # ---------------------------------------------------------------------- the reference itself
 
 
