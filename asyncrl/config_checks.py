@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from asyncrl.algorithms.names import (
     COMPARING,
     CORRECTING,
+    NEEDING_GREEDY,
     PREFERENCE_NAMES,
     PRESETS,
     advantage_problem,
@@ -133,6 +134,7 @@ def _preferences(algorithm: AlgorithmSection) -> list[str]:
             ("correction", algorithm.correction, "none", "has no ratio that could be corrected"),
             ("kl", algorithm.kl, "none", "keeps to the reference by preference_beta"),
             ("entropy_coef", algorithm.entropy_coef, 0.0, "is a function of pairs alone"),
+            ("objectives", algorithm.objectives, "sum", "chooses its pairs by whole rewards"),
         )
         if found != expected
     ]
@@ -234,6 +236,13 @@ def _groups(config: Config) -> list[str]:
         problems.append(
             f"rollout.min_group: found {rollout.min_group}; expected at most rollout.group_size = "
             f"{rollout.group_size}"
+        )
+    answers = rollout.group_size + (algorithm.advantage in NEEDING_GREEDY and not pairs)
+    if algorithm.filter_zero_variance != "none" and answers < 2:
+        problems.append(
+            f"algorithm.filter_zero_variance: found {algorithm.filter_zero_variance!r} with "
+            f"rollout.group_size {rollout.group_size}, where all rewards of a group are equal and none would "
+            "be trained; expected none, or a group_size of at least 2"
         )
     ranks, parts = config.learner.ranks, algorithm.mini_batches
     if rollout.groups_per_step < ranks * parts:
