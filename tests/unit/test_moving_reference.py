@@ -11,6 +11,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ChecksumError, ConfigError, PushTimeoutError, ReferenceLostError, WeightSyncError
 from asyncrl.generators.scripted import ScriptedGenerator, log_normal_length
 from asyncrl.learners.scripted import ScriptedLearner
+from asyncrl.plan import placement_rows
 from asyncrl.roles.base import Received
 from asyncrl.roles.group import RoleGroup
 from asyncrl.roles.moving import MovingReference
@@ -259,6 +260,16 @@ def test_other_bytes_than_the_learners_end_the_run_at_once() -> None:
     assert isinstance(cause, ChecksumError)
     assert str(cause) == "version 2: the learner sent scripted-2, but reference 0 got flipped"
     assert bad.taken == []
+
+
+def test_the_plan_says_whether_the_reference_moves() -> None:
+    def row(*overrides: str) -> str:
+        return dict(placement_rows(config(KL, *overrides)))["reference 0"]
+
+    assert row().endswith(", frozen")
+    assert row("reference.refresh_every=3").endswith(", takes the policy at every 3rd version")
+    average = row("reference.refresh_every=1", "reference.ema=0.99")
+    assert average.endswith(", takes an average of the policy with decay 0.99 at every version")
 
 
 @pytest.mark.parametrize(
