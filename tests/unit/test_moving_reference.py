@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from typing import Any
 
@@ -247,6 +248,24 @@ def test_a_failed_push_is_sent_once_more_and_a_second_failure_ends_the_run() -> 
     cause = failure(settings, member(receive_s=200.0))
     assert isinstance(cause, PushTimeoutError)
     assert "sending version 2 to reference 0: not done after weight_sync.timeout_s = 100 s" in str(cause)
+
+
+def test_a_member_that_hangs_in_a_refresh_is_replaced() -> None:
+    class Hung(ScriptedRoleMember):
+        async def receive(self, version: int) -> Received:
+            return await asyncio.get_running_loop().create_future()
+
+        async def ping(self) -> None:
+            await asyncio.get_running_loop().create_future()
+
+    settings = config("run.steps=4", KL, "reference.refresh_every=2", *SYNC)
+    hung, spare, other = Hung("reference 0", role="reference"), member(), member("reference 1")
+    outcome, role = go(settings, hung, other, spares=[spare])
+    assert used(outcome) == {0: {0}, 1: {0}, 2: {2}, 3: {2}}
+    assert (hung.ended, spare.taken, other.taken) == (True, [(2, 0.0)], [(2, 0.0)])
+    assert role.restored == 0
+    # The push's deadline, and that of the ping.
+    assert 110 < outcome.log.lines[2]["timing_s/reference_refresh"] < 112
 
 
 def test_other_bytes_than_the_learners_end_the_run_at_once() -> None:
