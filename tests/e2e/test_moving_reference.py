@@ -35,7 +35,6 @@ def test_the_kl_falls_back_to_nothing_after_each_refresh(tmp_path: Path) -> None
 
 
 def test_an_average_over_overlapped_pushes_starts_over_when_an_actor_dies(tmp_path: Path) -> None:
-    """Shards of two ranks, gathered from their copies; a death between two refreshes."""
     run = start(
         tmp_path,
         *MOVING,
@@ -45,8 +44,6 @@ def test_an_average_over_overlapped_pushes_starts_over_when_an_actor_dies(tmp_pa
         "schedule.pipeline_depth=1",
         "schedule.max_staleness=1",
         "weight_sync.overlap=true",
-        "learner.ranks=2",
-        "learner.zero_stage=3",
         name="average",
     )
     try:
