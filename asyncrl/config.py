@@ -567,6 +567,11 @@ class ReferenceSection(RoleSection):
     """Compute dtype. Null: ``model.dtype``."""
     micro_batch_tokens: PositiveInt | None = None
     """Tokens in one forward pass, padding included. Null: ``learner.micro_batch_tokens``."""
+    refresh_every: NonNegativeInt = 0
+    """Policy versions after which the reference follows the policy, a multiple of ``schedule.publish_every``;
+    0: it stays what it is."""
+    ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Share of the old reference that stays at each refresh, as an average in float32; null: none of it."""
     base_of_lora: bool = False
     """With ``learner.lora``: no actors and no second copy of the weights. The learner itself scores each
     step's groups first, its adapters off, which takes one forward pass of its time."""
@@ -685,7 +690,7 @@ class Config(Section):
     learner: LearnerSection = LearnerSection()
     """The ranks that update."""
     reference: ReferenceSection = ReferenceSection()
-    """The reference policy, where ``algorithm`` needs one: frozen, in actors of its own or in the learner."""
+    """The reference policy, where ``algorithm`` needs one, in actors of its own or in the learner."""
     critic: CriticSection = CriticSection()
     """The value model, where ``algorithm`` needs one: trained, in actors of its own."""
     weight_sync: WeightSyncSection = WeightSyncSection()

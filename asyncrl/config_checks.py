@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from asyncrl.algorithms.names import (
     COMPARING,
     CORRECTING,
+    NEEDING_GREEDY,
     PREFERENCE_NAMES,
     PRESETS,
     advantage_problem,
@@ -140,6 +141,7 @@ def _preferences(algorithm: AlgorithmSection) -> list[str]:
             ("correction", algorithm.correction, "none", "has no ratio that could be corrected"),
             ("kl", algorithm.kl, "none", "keeps to the reference by preference_beta"),
             ("entropy_coef", algorithm.entropy_coef, 0.0, "is a function of pairs alone"),
+            ("objectives", algorithm.objectives, "sum", "chooses its pairs by whole rewards"),
         )
         if found != expected
     ]
@@ -156,6 +158,7 @@ def contradictions(config: Config) -> list[str]:
         *_devices(config),
         *_engine(config),
         *_canary(config),
+        *_reference(config),
         *_critic(config),
         *adapter_contradictions(config),
         *_other(config),
@@ -242,6 +245,13 @@ def _groups(config: Config) -> list[str]:
             f"rollout.min_group: found {rollout.min_group}; expected at most rollout.group_size = "
             f"{rollout.group_size}"
         )
+    answers = rollout.group_size + (algorithm.advantage in NEEDING_GREEDY and not pairs)
+    if algorithm.filter_zero_variance != "none" and answers < 2:
+        problems.append(
+            f"algorithm.filter_zero_variance: found {algorithm.filter_zero_variance!r} with "
+            f"rollout.group_size {rollout.group_size}, where all rewards of a group are equal and none would "
+            "be trained; expected none, or a group_size of at least 2"
+        )
     ranks, parts = config.learner.ranks, algorithm.mini_batches
     if rollout.groups_per_step < ranks * parts:
         needed = f"learner.ranks = {ranks}"
@@ -322,6 +332,28 @@ def _canary(config: Config) -> list[str]:
         f"rollout.max_new_tokens = {config.max_sequence_tokens}; expected at least 3 tokens to compare "
         "log-probs on, or canary_every 0"
     ]
+
+
+def _reference(config: Config) -> list[str]:
+    problems = []
+    reference, pushed = config.reference, config.schedule.publish_every
+    if reference.ema is not None and reference.refresh_every == 0:
+        problems.append(
+            f"reference.ema: found {reference.ema:g} with reference.refresh_every 0, where the reference "
+            "never moves; expected refresh_every of at least 1, or ema null"
+        )
+    if reference.refresh_every > 0 and not config.algorithm.needs_reference:
+        problems.append(
+            f"reference.refresh_every: found {reference.refresh_every} with algorithm.kl 'none' and loss "
+            f"{config.algorithm.loss!r}, which start no reference; expected kl loss or reward, or 0"
+        )
+    if reference.refresh_every % pushed:
+        problems.append(
+            f"reference.refresh_every: found {reference.refresh_every} with schedule.publish_every {pushed}; "
+            "expected a multiple of it, because the reference follows to versions that are pushed: the next "
+            f"one is {(reference.refresh_every // pushed + 1) * pushed}"
+        )
+    return problems
 
 
 def _critic(config: Config) -> list[str]:

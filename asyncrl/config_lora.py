@@ -53,6 +53,12 @@ def _base_of_lora(config: Config) -> list[str]:
             f"reference.base_of_lora: found true with reference.dtype {reference.dtype!r}; expected null or "
             f"model.dtype = {config.model.dtype!r}, in which the base is held, or base_of_lora false"
         )
+    if reference.refresh_every:
+        problems.append(
+            "reference.base_of_lora: found true with reference.refresh_every "
+            f"{reference.refresh_every}, but the base never moves; expected refresh_every 0, or "
+            "base_of_lora false"
+        )
     if config.algorithm.kl == "reward":
         problems.append(
             "reference.base_of_lora: found true with algorithm.kl 'reward', where rewards need the KL as a "
@@ -70,6 +76,12 @@ def _adapter_only(config: Config) -> list[str]:
         problems.append(
             "weight_sync.adapter_only: found true with learner.lora null, where there are no adapters; "
             "expected learner.lora to be set, or adapter_only false"
+        )
+    if config.reference.refresh_every:
+        problems.append(
+            "weight_sync.adapter_only: found true with reference.refresh_every "
+            f"{config.reference.refresh_every}, which sends whole weights; expected refresh_every 0, or "
+            "adapter_only false"
         )
     if config.generators.backend != "torch":
         problems.append(

@@ -31,7 +31,7 @@ from asyncrl.metrics import StepMeter, batch_metrics
 from asyncrl.metrics_lines import MetricsLines
 from asyncrl.observer import Observer
 from asyncrl.outstanding import OutstandingGroups, Running
-from asyncrl.pushes import Publisher, Pushes
+from asyncrl.pushes import Publisher, Pushes, Reference
 from asyncrl.roles.annotator import Annotator
 from asyncrl.roles.kl_control import KLControl
 from asyncrl.rollout import GroupRequest
@@ -82,6 +82,7 @@ class Controller:
         observer: Observer,
         *,
         annotator: Annotator | None = None,
+        reference: Reference | None = None,
         checkpoints: Path | None = None,
         max_queue_bytes: int = 4 << 30,
     ) -> None:
@@ -92,6 +93,7 @@ class Controller:
         self._publisher = publisher
         self._evaluator = evaluator
         self._annotator = annotator or Annotator(())
+        self._reference = reference
         self._observer = observer
         self._checkpoints = checkpoints
         rollout = config.rollout
@@ -109,7 +111,7 @@ class Controller:
         self._meter = StepMeter(config.generators.slots)
         self._times = self._meter.times
         self._watchdog = Watchdog(
-            config.run.stall_after_s, lambda: [*self._groups.describe(pool.holder), *pool.describe()]
+            config.run.stall_after_s, lambda: [*self._groups.describe(self._holder), *pool.describe()]
         )
         self._groups = OutstandingGroups(
             config,
@@ -127,6 +129,7 @@ class Controller:
             publisher,
             pool,
             evaluator,
+            reference=reference,
             evaluated=observer.evaluated,
             changed=self._changed,
             watchdog=self._watchdog,
@@ -201,7 +204,11 @@ class Controller:
         supervisor = group.create_task(self._pool.supervise(), name="supervise generators")
         await self._pushes.open(info)
         self._watchdog.made_progress("the start of generators and learner")
-        return [supervisor, group.create_task(self._pushes.let_in_restarted(), name="let in generators")]
+        return [
+            supervisor,
+            group.create_task(self._pushes.let_in_restarted(), name="let in generators"),
+            group.create_task(self._pushes.restore_reference(), name="restore reference"),
+        ]
 
     async def _evaluate_first(self) -> Metrics | None:
         record = {**self._line_head(), **self._publisher.take_metrics()}
@@ -298,6 +305,7 @@ class Controller:
                 return
             version = self.budget.version
             record: Metrics = {}
+            landed_as = {g.meta.ordinal: g for g in groups}
             if self.config.schedule.at_bound == "mask":
                 landed = sum(g.meta.loss_tokens for g in groups)
                 # The counts of what is trained; the learner masks the tokens themselves.
@@ -321,7 +329,9 @@ class Controller:
                 self._retire_batch(version, groups, result)
                 self._groups.retire_idle(idle)
             evaluation = await self._pushes.publish_if_due(group)
-            record |= {**result.metrics, **self._kl.end_step(groups, result)}
+            # Their KL was taken of all tokens that they landed with.
+            scored = [landed_as[meta.ordinal] for meta in metas]
+            record |= {**result.metrics, **self._kl.end_step(scored, result)}
             await self._end_step(record, metas, evaluation)
 
     async def _take(self) -> list[ReadyGroup] | None:
@@ -377,6 +387,10 @@ class Controller:
 
     # ------------------------------------------------------------------ what users see
 
+    def _holder(self, uid: str, ordinal: int) -> str:
+        """Who works on a running group, for the report of a stall."""
+        return self._annotator.holder(ordinal) or self._pool.holder(uid, ordinal)
+
     async def _end_step(
         self, record: Metrics, metas: Sequence[GroupMeta], evaluation: asyncio.Task[Metrics] | None
     ) -> None:
@@ -389,6 +403,7 @@ class Controller:
             **self._pool.metrics(),
             **self._publisher.take_metrics(),
             **self._annotator.take_metrics(),
+            **(self._reference.take_metrics() if self._reference is not None else {}),
         }
         self._lines.add(record, evaluation)
         self._observer.stepped(record)

@@ -51,7 +51,7 @@ class CreditAssignment:
     @property
     def needs_greedy(self) -> bool:
         """Whether each group needs a greedy answer beside its samples."""
-        return self._advantage in NEEDING_GREEDY
+        return self._advantage in NEEDING_GREEDY and not self._in_pairs
 
     def rewards(self, meta: GroupMeta) -> tuple[float, ...]:
         """The shaped rewards of a group, one a sample."""

@@ -35,7 +35,8 @@
     └── TrainingError               the run cannot go on
         ├── BadStepsError           learner.max_bad_steps non-finite updates in a row
         ├── NothingTrainableError   too many groups in a row failed or were filtered
-        └── NoGeneratorError        every replica is dead
+        ├── NoGeneratorError        every replica is dead
+        └── ReferenceLostError      a reference that nobody can give back, in a run that promises bits
 
 Messages state what was found, what was expected (with both numbers), and what to change.
 All survive pickling, because Ray carries them between processes.
@@ -196,3 +197,7 @@ class NothingTrainableError(TrainingError):
 
 class NoGeneratorError(TrainingError):
     """Every generator replica is dead."""
+
+
+class ReferenceLostError(TrainingError):
+    """An actor of a moving reference died with what it held, and the run promised to repeat its bits."""

@@ -9,7 +9,7 @@ import yaml
 from rich.table import Table
 
 from asyncrl.algorithms.names import PRESETS
-from asyncrl.config import Config
+from asyncrl.config import Config, ReferenceSection
 from asyncrl.data.prompts import Prompts
 from asyncrl.placement import deal_cores
 
@@ -177,8 +177,16 @@ def placement_rows(config: Config) -> list[tuple[str, str]]:
         )
     for name, role in config.roles.items():
         for i, cores in enumerate(deal_cores(role.cpu_cores, role.actors[1])):
-            rows.append((f"{name} {i}", f"on {role.device}, {_cores(cores, role.threads)}"))
+            follows = f", {_follows(config.reference)}" if name == "reference" else ""
+            rows.append((f"{name} {i}", f"on {role.device}, {_cores(cores, role.threads)}{follows}"))
     return rows
+
+
+def _follows(reference: ReferenceSection) -> str:
+    if reference.refresh_every == 0:
+        return "frozen"
+    what = "the policy" if reference.ema is None else f"an average of the policy with decay {reference.ema:g}"
+    return f"takes {what} at {_every(reference.refresh_every)} version"
 
 
 def _cores(cores: tuple[int, ...] | None, threads: int) -> str:

@@ -6,6 +6,8 @@ Invariants:
   ``weight_sync.overlap`` no copy is made. With it a push runs beside the next update, from a copy that
   the learner made between the two.
 - An evaluation is of one version: it starts when that is live, and the push of the next waits for its end.
+- The reference follows to a version before that goes live: under pipeline_depth 0 all groups of a version are
+  annotated by one reference.
 - Restarted replicas are let in between two updates, also where no push is due: a run whose only replica
   died would wait for ever otherwise, with no rollout, no update and so no push.
 """
@@ -43,6 +45,22 @@ class Publisher(Protocol):
     def take_metrics(self) -> Metrics: ...
 
 
+class Reference(Protocol):
+    """A reference that follows the policy; see roles/moving.py."""
+
+    async def open(self, info: LearnerInfo) -> None: ...
+
+    def is_due(self, version: int) -> bool: ...
+
+    async def refresh(self, version: int) -> None: ...
+
+    async def until_lost(self) -> None: ...
+
+    async def restore(self, version: int) -> None: ...
+
+    def take_metrics(self) -> Metrics: ...
+
+
 class Pushes:
     """Brings the learner's versions to the generators, and has those evaluated that are due.
 
@@ -58,6 +76,7 @@ class Pushes:
         pool: GeneratorPool,
         evaluator: Evaluator,
         *,
+        reference: Reference | None = None,
         evaluated: Callable[[Metrics], None],
         changed: Signal,
         watchdog: Watchdog,
@@ -72,6 +91,7 @@ class Pushes:
         self._publisher = publisher
         self._pool = pool
         self._evaluator = evaluator
+        self._reference = reference
         self._evaluated = evaluated
         self._changed = changed
         self._watchdog = watchdog
@@ -85,6 +105,8 @@ class Pushes:
     async def open(self, info: LearnerInfo) -> None:
         """Make version 0 live: what generates is then what trains, whatever the model's files said."""
         await self._publisher.open(info)
+        if self._reference is not None:
+            await self._reference.open(info)
         if self._overlap:
             await self._copy_out(0)
         await self._publisher.publish(0)
@@ -140,17 +162,29 @@ class Pushes:
         while True:
             await self._pool.until(lambda pool: pool.joining)
             async with self._turn:
-                version = self._version if self._overlap else self._budget.version
+                version = self._held_version
                 if await self._publisher.catch_up(version) and self._pool.live:
                     # Newer than before only where no replica was live: g is the oldest of them.
                     self._budget.set_live(self._pool.live_version)
                     self._changed.notify()
+
+    async def restore_reference(self) -> None:
+        """Push to the reference where an actor lost it, out of turn; runs until cancelled."""
+        while self._reference is not None:
+            await self._reference.until_lost()
+            async with self._turn:
+                await self._reference.restore(self._held_version)
 
     async def settled(self) -> None:
         """Wait for the push and the evaluation that still run; how they end is their TaskGroup's to see."""
         for last in (self._push, self.evaluation):
             if last is not None:
                 await asyncio.wait([last])
+
+    @property
+    def _held_version(self) -> int:
+        """The version that can be pushed: of the learner's copy, or of its weights between two updates."""
+        return self._version if self._overlap else self._budget.version
 
     def _is_evaluated(self, version: int) -> bool:
         every = self._evaluate_every
@@ -174,6 +208,9 @@ class Pushes:
             evaluation.result()
             self._times.eval += now() - start
         async with self._turn:
+            # Of the last version no group is annotated any more.
+            if self._reference is not None and self._reference.is_due(version) and version < self._steps:
+                await self._reference.refresh(version)
             if version != self._budget.live_version:  # else replicas were restarted with it
                 start = now()
                 report = await self._publisher.publish(version)

@@ -148,7 +148,8 @@ def build(
     """Create the actors and the controller over them; nothing runs yet."""
     from asyncrl.generators.actor import RayReplica
     from asyncrl.placement import deal_cores, fetch_payloads
-    from asyncrl.roles.build import build_roles
+    from asyncrl.roles.build import build_reference_role
+    from asyncrl.roles.moving import MovingReference
 
     generators = config.generators
     display = make_display(config, console)
@@ -183,7 +184,8 @@ def build(
         kv=config.schedule.kv_after_swap,
         canary=make_canary(config, prompts.train.iterate()),
     )
-    annotator = Annotator([*build_roles(config, model_path, placement), *critics])
+    reference = build_reference_role(config, model_path, placement, learner)
+    annotator = Annotator([*([] if reference is None else [reference]), *critics])
     controller = Controller(
         config,
         prompts.train,
@@ -193,6 +195,7 @@ def build(
         Evaluator(pool, prompts.eval, config),
         RunObserver(files, display),
         annotator=annotator,
+        reference=reference if isinstance(reference, MovingReference) else None,
         checkpoints=folder / "checkpoints",
     )
     return Parts(controller, pool, learner, annotator, display, files)

@@ -248,6 +248,8 @@ class AnnotationMeta:
     """What the role's process worked on it."""
     scalars: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """By name, one number a trajectory."""
+    reference_version: int | None = None
+    """Of a reference: the policy version that it last took weights of; 0: what it started from."""
 
 
 @dataclass(frozen=True, slots=True)

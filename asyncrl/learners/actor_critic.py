@@ -19,7 +19,7 @@ from typing import Protocol
 from asyncrl.errors import BadStepsError
 from asyncrl.learners.base import Learner, LearnerInfo, PushReport, StepResult
 from asyncrl.types import Batch, Float32Array
-from asyncrl.weight_sync.base import PushGroupSpec
+from asyncrl.weight_sync.base import Channel, PushGroupSpec
 
 
 class Critic(Protocol):
@@ -70,14 +70,14 @@ class ActorCritic:
     async def start(self) -> LearnerInfo:
         return await self._policy.start()
 
-    async def open_push_group(self, spec: PushGroupSpec) -> None:
-        await self._policy.open_push_group(spec)
+    async def open_push_group(self, spec: PushGroupSpec, channel: Channel = "generators") -> None:
+        await self._policy.open_push_group(spec, channel)
 
     async def copy_out(self, version: int) -> float:
         return await self._policy.copy_out(version)
 
-    async def push(self, version: int) -> PushReport:
-        return await self._policy.push(version)
+    async def push(self, version: int, channel: Channel = "generators") -> PushReport:
+        return await self._policy.push(version, channel)
 
     async def score(self, token_ids: Sequence[int]) -> Float32Array:
         return await self._policy.score(token_ids)

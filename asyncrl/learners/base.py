@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.types import Batch, Float32Array, Metrics, Trajectory
-from asyncrl.weight_sync.base import AdapterSpec, Manifest, PushGroupSpec, TensorSpec
+from asyncrl.weight_sync.base import AdapterSpec, Channel, Manifest, PushGroupSpec, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -181,8 +181,8 @@ class Learner(Protocol):
 
     async def step(self, batch: Batch) -> StepResult: ...
 
-    async def open_push_group(self, spec: PushGroupSpec) -> None:
-        """Rank 0 joins the group as rank 0; the receivers join at the same time."""
+    async def open_push_group(self, spec: PushGroupSpec, channel: Channel = "generators") -> None:
+        """Rank 0 joins the channel's group as rank 0, leaving an earlier one; receivers join meanwhile."""
         ...
 
     async def copy_out(self, version: int) -> float:
@@ -193,7 +193,9 @@ class Learner(Protocol):
         """
         ...
 
-    async def push(self, version: int) -> PushReport: ...
+    async def push(self, version: int, channel: Channel = "generators") -> PushReport:
+        """Send ``version`` to the receivers of ``channel``. Raises WeightSyncError."""
+        ...
 
     async def score(self, token_ids: Sequence[int]) -> Float32Array:
         """Log-probs (T - 1,) of tokens 1, 2, ... of T by the weights of now, at temperature 1.

@@ -24,7 +24,7 @@ from asyncrl.learners.ranks import RayRanks, free_port
 from asyncrl.learners.samples import SentGroup, rank_step, sent_groups
 from asyncrl.placement import actor_options, pin_process
 from asyncrl.types import Batch, Float32Array, group_lag
-from asyncrl.weight_sync.base import PushGroupSpec, plan_buckets
+from asyncrl.weight_sync.base import Channel, PushGroupSpec, plan_buckets
 
 _PUSH_LANE = "push"
 """The concurrency group of pushes beside updates. Ray gives each group threads of its own; one limit
@@ -83,15 +83,15 @@ class LearnerActor:
         result: StepResult = self._learner.step(rank_step(version, kl_coef, plan, groups, payloads))
         return result
 
-    def open_push_group(self, spec: PushGroupSpec) -> None:
-        self._sender.open(spec, self._store)
+    def open_push_group(self, spec: PushGroupSpec, channel: Channel) -> None:
+        self._sender.open(spec, self._store, channel)
 
     def copy_out(self, version: int) -> float:
         seconds: float = self._sender.copy_out(version)
         return seconds
 
-    def push(self, version: int) -> PushReport | None:
-        report: PushReport | None = self._sender.send(version)
+    def push(self, version: int, channel: Channel) -> PushReport | None:
+        report: PushReport | None = self._sender.send(version, channel)
         return report
 
     def score(self, token_ids: Sequence[int]) -> Float32Array:
@@ -161,14 +161,14 @@ class RayLearner:
         results: list[StepResult] = await self._ranks.each("step", arguments)
         return results[0]
 
-    async def open_push_group(self, spec: PushGroupSpec) -> None:
-        await self._ranks.all("open_push_group", spec, lane=self._push_lane)
+    async def open_push_group(self, spec: PushGroupSpec, channel: Channel = "generators") -> None:
+        await self._ranks.all("open_push_group", spec, channel, lane=self._push_lane)
 
     async def copy_out(self, version: int) -> float:
         return float(max(await self._ranks.all("copy_out", version)))
 
-    async def push(self, version: int) -> PushReport:
-        reports = await self._ranks.all("push", version, lane=self._push_lane)
+    async def push(self, version: int, channel: Channel = "generators") -> PushReport:
+        reports = await self._ranks.all("push", version, channel, lane=self._push_lane)
         report: PushReport = reports[0]
         return report
 

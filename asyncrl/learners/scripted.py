@@ -19,7 +19,7 @@ from pathlib import Path
 from asyncrl.errors import InvariantError, LearnerError, StalenessError, WeightSyncError
 from asyncrl.learners.base import LearnerInfo, PushReport, StepResult
 from asyncrl.types import Batch, Float32Array, group_lag
-from asyncrl.weight_sync.base import Manifest, PushGroupSpec, TensorSpec
+from asyncrl.weight_sync.base import Channel, Manifest, PushGroupSpec, TensorSpec
 from asyncrl.weight_sync.scripted import scripted_logprobs
 
 StepSeconds = float | Callable[[Batch], float]
@@ -70,7 +70,9 @@ class ScriptedLearner:
         self.batches: list[Batch] = []
         """Every batch that a step was asked for, in order."""
         self.pushed: list[int] = []
-        """Versions that were sent, in order."""
+        """Versions that were sent to generators, in order."""
+        self.referred: list[int] = []
+        """Versions that were sent to the reference, in order."""
         self.scored: list[int] = []
         """Versions that log-probs were asked of, in order."""
         self.push_groups: list[PushGroupSpec] = []
@@ -123,7 +125,7 @@ class ScriptedLearner:
             self.version += 1
         return StepResult(skipped=skipped, metrics={"actor/pg_loss": 0.0}, train_s=duration)
 
-    async def open_push_group(self, spec: PushGroupSpec) -> None:
+    async def open_push_group(self, spec: PushGroupSpec, channel: Channel = "generators") -> None:
         self._check_up()
         self.push_groups.append(spec)
 
@@ -136,7 +138,7 @@ class ScriptedLearner:
         self._copied = version
         return self._copy_s
 
-    async def push(self, version: int) -> PushReport:
+    async def push(self, version: int, channel: Channel = "generators") -> PushReport:
         self._check_up()
         if self._copied is None and (self._stepping or version != self.version):
             during = "in the middle of an update" if self._stepping else "between two updates"
@@ -148,7 +150,7 @@ class ScriptedLearner:
         await asyncio.sleep(duration)
         if call in self._failed_pushes:
             raise WeightSyncError(f"push call {call} of version {version} failed, as scripted")
-        self.pushed.append(version)
+        (self.pushed if channel == "generators" else self.referred).append(version)
         return PushReport(version, scripted_checksum(version), SCRIPTED_MANIFEST[0].nbytes, duration)
 
     async def score(self, token_ids: Sequence[int]) -> Float32Array:

@@ -9,6 +9,7 @@ Invariants:
   runs meanwhile. A push that is sent again sends the same copy.
 - The copies are allocated once; with ZeRO 3 each rank holds its shard alone.
 - Beside shard and copy, rank 0 holds two buckets and one rank's part of one; the others nothing.
+- Each channel has a push group of its own: a rebuilt one, or a broken one, touches no other channel's.
 - A push that fails on rank 0 leaves no other rank waiting for it: they fail, or have been served.
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from asyncrl.errors import InvariantError
 from asyncrl.learners.base import LearnerRank, PushReport
-from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec, plan_buckets
+from asyncrl.weight_sync.base import Channel, PushGroupSpec, TensorSpec, plan_buckets
 from asyncrl.weight_sync.broadcast import PushGroup, as_weight_sync_error, connect_store, create_group
 
 Bucket = Sequence[TensorSpec]
@@ -56,26 +57,27 @@ class PushSender:
         self._buckets = buckets
         self._copies = ShardCopies(buckets, learner.shards) if overlap else None
         self._buffers: TwoBuffers | None = None
-        self._group: PushGroup | None = None
-        self._shards: ShardGroup | None = None
+        self._lines: dict[Channel, _Line] = {}
 
     @property
     def shard_bytes(self) -> int:
         """Size of this rank's copies; 0 where it has no part in them."""
         return 0 if self._copies is None else sum(flat.nbytes for flat in self._copies.flats)
 
-    def open(self, spec: PushGroupSpec, store: Any = None) -> None:
-        """Leave the push group before, if any, and join this one: rank 0 that of the receivers, and
-        with copies of shards all ranks one of their own. ``store`` is the one that rank 0 serves.
+    def open(self, spec: PushGroupSpec, store: Any = None, channel: Channel = "generators") -> None:
+        """Leave the channel's push group before, if any, and join this one: rank 0 that of the receivers,
+        and with copies of shards all ranks one of their own. ``store`` is the one that rank 0 serves.
 
         Raises WeightSyncError, and InvariantError where the group would have other buckets.
         """
-        self.close()
+        if channel in self._lines:
+            self._lines.pop(channel).close()
         if plan_buckets(spec.manifest, spec.bucket_bytes) != self._buckets:
             raise InvariantError(
                 f"push group {spec.prefix!r} has other buckets than the {len(self._buckets)} of the sender: "
                 f"make both from one manifest and one bucket size, here {spec.bucket_bytes} bytes"
             )
+        line = self._lines[channel] = _Line()
         if self._copies is not None and self._gathers:
             store = store if self._rank == 0 else connect_store(spec)
             own = replace(
@@ -85,9 +87,9 @@ class PushSender:
                 world_size=self._ranks,
                 backend="nccl" if self._copies.device.type == "cuda" else "gloo",
             )
-            self._shards = ShardGroup(own, store, self._copies)
+            line.shards = ShardGroup(own, store, self._copies)
         if self._rank == 0:
-            self._group = PushGroup(spec, store)
+            line.group = PushGroup(spec, store)
 
     def copy_out(self, version: int) -> float:
         """Copy this rank's shard as ``version``; returns the seconds that it took."""
@@ -95,23 +97,22 @@ class PushSender:
             raise InvariantError(f"asked to copy version {version} out, but weight_sync.overlap is off")
         return self._copies.take(version)
 
-    def send(self, version: int) -> PushReport | None:
-        """Send ``version`` to all receivers; the report, on rank 0. Raises WeightSyncError."""
+    def send(self, version: int, channel: Channel = "generators") -> PushReport | None:
+        """Send ``version`` to all receivers of ``channel``; the report, on rank 0. Raises WeightSyncError."""
         start = time.perf_counter()
+        line = self._lines.get(channel, _Line())
         if self._copies is not None:
-            found = self._send_copies(version, self._copies)
+            found = self._send_copies(version, self._copies, line)
         else:
-            found = self._send_parameters(version)
+            found = self._send_parameters(version, line)
         return None if found is None else PushReport(version, *found, time.perf_counter() - start)
 
     def close(self) -> None:
         """Leave all groups. The copies stay, for a push that is sent again."""
-        for group in (self._group, self._shards):
-            if group is not None:
-                group.close()
-        self._group = self._shards = None
+        while self._lines:
+            self._lines.popitem()[1].close()
 
-    def _send_parameters(self, version: int) -> tuple[str, int] | None:
+    def _send_parameters(self, version: int, line: _Line) -> tuple[str, int] | None:
         """Rank 0 sends; with ZeRO 3 the others take part in gathering each bucket."""
         if self._rank != 0:
             for bucket in self._buckets:
@@ -127,31 +128,31 @@ class PushSender:
             assert flat is not None, "rank 0 has every bucket"
             return flat
 
-        assert self._group is not None, "open() comes first"
+        assert line.group is not None, "open() comes first"
         try:
-            return self._group.send(version, gather)
+            return line.group.send(version, gather)
         finally:
             # After a failure: the other ranks do not know of it, and gather to the end.
             for bucket in left if self._gathers else ():
                 self._learner.gather_bucket(bucket)
 
-    def _send_copies(self, version: int, copies: ShardCopies) -> tuple[str, int] | None:
+    def _send_copies(self, version: int, copies: ShardCopies, line: _Line) -> tuple[str, int] | None:
         if copies.version != version:
             raise InvariantError(
                 f"asked to send version {version}, the copies hold {copies.version}: copy_out() first"
             )
         with copies.reading():
             if self._rank != 0:
-                if self._shards is not None:
-                    self._shards.contribute()
+                if line.shards is not None:
+                    line.shards.contribute()
                 return None
-            assert self._group is not None, "open() comes first"
-            gather = copies.whole if self._shards is None else self._shards.gather
+            assert line.group is not None, "open() comes first"
+            gather = copies.whole if line.shards is None else line.shards.gather
             try:
-                return self._group.send(version, gather)
+                return line.group.send(version, gather)
             except BaseException:
-                if self._shards is not None:
-                    self._shards.close()  # which the other ranks notice at once
+                if line.shards is not None:
+                    line.shards.close()  # which the other ranks notice at once
                 raise
 
 
@@ -276,6 +277,22 @@ class ShardGroup:
 
     def _errors(self, doing: str) -> Any:
         return as_weight_sync_error(f"{doing} shard group {self._spec.prefix!r} as rank {self._spec.rank}")
+
+
+@dataclass(slots=True)
+class _Line:
+    """The groups of one channel that this rank is in."""
+
+    group: PushGroup | None = None
+    """With the receivers, on rank 0."""
+    shards: ShardGroup | None = None
+    """Of all ranks, where shards are gathered from copies."""
+
+    def close(self) -> None:
+        for group in (self.group, self.shards):
+            if group is not None:
+                group.close()
+        self.group = self.shards = None
 
 
 def _place(part: Tensor, rank: int, bucket: Bucket, sizes: Sequence[int], whole: Tensor) -> None:

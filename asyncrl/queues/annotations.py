@@ -40,7 +40,7 @@ def encode_annotation(ordinal: int, lengths: Sequence[int], arrays: Arrays) -> b
         if found != list(lengths):
             raise CodecError(f"{name} has the lengths {found}, expected {list(lengths)}")
         joined = np.concatenate(column, dtype=_DTYPE) if column else np.empty(0, _DTYPE)
-        _require_finite(name, joined)
+        require_finite(name, joined)
         columns[name] = joined.tobytes()
     document = {"ordinal": ordinal, "lengths": list(lengths), "columns": columns}
     return frame(document, f"the annotation of group {ordinal}", ANNOTATION_MAGIC)
@@ -73,7 +73,7 @@ def _split(name: str, raw: Any, lengths: Sequence[int]) -> list[Float32Array]:
         found = f"{len(raw)} bytes" if isinstance(raw, bytes) else type(raw).__name__
         raise CodecError(f"column {name} has {found}, expected {expected} bytes")
     joined = np.frombuffer(raw, _DTYPE)
-    _require_finite(name, joined)
+    require_finite(name, joined)
     return np.split(joined, np.cumsum(lengths)[:-1]) if lengths else []
 
 
@@ -84,10 +84,11 @@ def _length(name: str, array: Any) -> int:
     return len(array)
 
 
-def _require_finite(name: str, joined: Float32Array) -> None:
-    bad = int(np.count_nonzero(~np.isfinite(joined)))
+def require_finite(name: str, values: Sequence[float] | Float32Array) -> None:
+    """CodecError where one of the ``values`` of ``name`` is not finite."""
+    bad = int(np.count_nonzero(~np.isfinite(values)))
     if bad:
-        raise CodecError(f"{name} has {bad} of {len(joined)} values that are not finite, expected none")
+        raise CodecError(f"{name} has {bad} of {len(values)} values that are not finite, expected none")
 
 
 def _name(value: Any) -> str:

@@ -2,26 +2,32 @@
 
 Invariants:
 - The annotated payload is a return value: the controller's process owns it, and it outlives the actor.
-- One call at a time: Ray keeps the others waiting, in their order.
+- One call at a time: Ray keeps the others waiting, in their order. A ping alone has a thread of its own,
+  and so is answered whatever the others wait for.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 
 from asyncrl.errors import RoleError
 from asyncrl.placement import actor_options, pin_process
-from asyncrl.roles.base import RoleWorker
+from asyncrl.roles.base import FollowingWorker, Received, RoleWorker
 from asyncrl.roles.worker import annotated
 from asyncrl.types import Annotation, AnnotationMeta, GroupMeta
+from asyncrl.weight_sync.base import PushGroupSpec
 
 BuildWorker = Callable[[], RoleWorker]
 """Called in the actor's process; travels there by pickle, so a ``functools.partial`` of a plain function."""
+
+
+_CONTROL = "control"
+"""The concurrency group of pings."""
 
 
 class RoleActor:
@@ -38,11 +44,27 @@ class RoleActor:
     def annotate(self, payload: bytes, expected: int) -> tuple[AnnotationMeta, bytes]:
         return annotated(self._role, self._worker, payload, expected)
 
+    def ping(self) -> None:
+        """It lives."""
+
+    def join(self, spec: PushGroupSpec) -> None:
+        self._following.join(spec)
+
+    def receive(self, version: int) -> Received:
+        return self._following.receive(version)
+
+    def take(self, version: int, decay: float) -> None:
+        self._following.take(version, decay)
+
     def close(self) -> None:
         self._worker.close()
 
+    @property
+    def _following(self) -> FollowingWorker:
+        return cast(FollowingWorker, self._worker)
 
-_RemoteRole: Any = ray.remote(RoleActor)
+
+_RemoteRole: Any = ray.remote(concurrency_groups={_CONTROL: 1})(RoleActor)
 
 
 class RayRoleMember:
@@ -80,6 +102,19 @@ class RayRoleMember:
             ray.cancel(meta_ref)  # one that runs goes on to its end, one that waits does not begin
             raise
         return Annotation(found, record_ref)
+
+    async def ping(self) -> None:
+        await self._call(self._actor.ping.options(concurrency_group=_CONTROL).remote())
+
+    async def join(self, spec: PushGroupSpec) -> None:
+        await self._call(self._actor.join.remote(spec))
+
+    async def receive(self, version: int) -> Received:
+        received: Received = await self._call(self._actor.receive.remote(version))
+        return received
+
+    async def take(self, version: int, decay: float) -> None:
+        await self._call(self._actor.take.remote(version, decay))
 
     async def close(self) -> None:
         try:

@@ -5,6 +5,8 @@ Invariants:
 - ``timing_s/annotate_wait`` is time that a step would not have taken had annotations taken none: from the
   moment at which the last group of its batch was back from its generator until it had the batch,
   as far as the learner was waiting then. 0: all of it was hidden.
+- ``reference/version`` is the newest reference that a group of the step's batch was annotated by, and
+  ``reference/version_min`` the oldest: the policy version that it had last taken weights of.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ class Annotator:
         self._roles = tuple(roles)
         self._seconds = {role.name: 0.0 for role in self._roles}
         self._waited_s = 0.0
+        self._references: list[int] = []
+        self._working: dict[int, list[str]] = {}
+        """By ordinal of a group, the roles that have not annotated it yet."""
 
     async def start(self) -> None:
         """Start all roles at once; the first that cannot start ends it."""
@@ -35,10 +40,18 @@ class Annotator:
         """One annotation of each role. Raises the error of the first role that fails."""
         if not self._roles:
             return ()
-        tasks = [asyncio.ensure_future(role.annotate(meta, payload)) for role in self._roles]
+        working = self._working[meta.ordinal] = [role.name for role in self._roles]
+
+        async def one(role: Role) -> Annotation:
+            annotation = await role.annotate(meta, payload)
+            working.remove(role.name)
+            return annotation
+
+        tasks = [asyncio.ensure_future(one(role)) for role in self._roles]
         try:
             annotations = tuple(await asyncio.gather(*tasks))
         finally:
+            del self._working[meta.ordinal]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -46,10 +59,17 @@ class Annotator:
             self._seconds[annotation.meta.role] += annotation.meta.seconds
         return annotations
 
+    def holder(self, ordinal: int) -> str | None:
+        """Whom a group waits for here, for reports; None for one that is not here."""
+        working = self._working.get(ordinal)
+        return f"{' and '.join(working)} for its annotation" if working else None
+
     def waited(self, groups: Sequence[ReadyGroup], start: float, end: float) -> None:
         """The learner waited from ``start`` to ``end`` for this batch."""
         if self._roles and groups:
             self._waited_s += end - max(start, *(group.landed_at for group in groups))
+        found = (a.meta.reference_version for group in groups for a in group.annotations)
+        self._references += [version for version in found if version is not None]
 
     def take_metrics(self) -> Metrics:
         """Seconds since the last call: of each role's own work, summed over its actors; of waiting."""
@@ -59,6 +79,10 @@ class Annotator:
         metrics["timing_s/annotate_wait"] = self._waited_s
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         self._waited_s = 0.0
+        if self._references:
+            metrics["reference/version"] = float(max(self._references))
+            metrics["reference/version_min"] = float(min(self._references))
+            self._references = []
         return metrics
 
     async def close(self) -> None:

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from asyncrl.queues.annotations import Arrays
 from asyncrl.types import Annotation, Group, GroupMeta
+from asyncrl.weight_sync.base import PushGroupSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,18 @@ class Findings:
     """For the learner, under names of fields of ``learners.base.TrainSample``; 0 outside the loss mask."""
     scalars: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """For the controller: one number a trajectory."""
+    reference_version: int | None = None
+    """Of a reference: the policy version that it last took weights of; 0: what it started from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A member's answer to a push, before it computes with what arrived."""
+
+    checksum: str
+    """Of the weights that lie ready."""
+    held_version: int
+    """The version that it still computes with."""
 
 
 class RoleWorker(Protocol):
@@ -47,6 +60,26 @@ class RoleWorker(Protocol):
     def annotate(self, group: Group) -> Findings: ...
 
     def close(self) -> None: ...
+
+
+class FollowingWorker(RoleWorker, Protocol):
+    """A worker whose weights follow the policy's."""
+
+    def join(self, spec: PushGroupSpec) -> None:
+        """Join the group that weights arrive on, leaving an earlier one. Raises ConfigError where they
+        are not those of such a model as this one, WeightSyncError where nobody meets."""
+        ...
+
+    def receive(self, version: int) -> Received:
+        """Lay ``version``'s weights ready; what is computed with stays as it is. Raises WeightSyncError."""
+        ...
+
+    def take(self, version: int, decay: float) -> None:
+        """Own weights <- decay own + (1 - decay) what lies ready, which is ``version``.
+
+        With a decay above 0 a second call for one version changes nothing: it would mix twice.
+        """
+        ...
 
 
 class RoleMember(Protocol):
@@ -67,6 +100,20 @@ class RoleMember(Protocol):
     async def kill(self) -> None:
         """End now, whatever state it is in."""
         ...
+
+
+class FollowingMember(RoleMember, Protocol):
+    """One whose weights follow the policy's. Its calls are made one after the other."""
+
+    async def ping(self) -> None:
+        """Return while its process lives, whatever it does; raise RoleError once it does not."""
+        ...
+
+    async def join(self, spec: PushGroupSpec) -> None: ...
+
+    async def receive(self, version: int) -> Received: ...
+
+    async def take(self, version: int, decay: float) -> None: ...
 
 
 class Role(Protocol):

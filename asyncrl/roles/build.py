@@ -1,27 +1,50 @@
-"""From the config to the roles of a run, as the controller gets them; nothing runs yet."""
+"""From the config to the reference of a run, as the controller gets it; nothing runs yet."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from asyncrl.config import Config
 from asyncrl.hub import model_place
 from asyncrl.roles.actor import RayRoleMember
-from asyncrl.roles.base import Role, RoleWorker
+from asyncrl.roles.base import RoleWorker
 from asyncrl.roles.group import RoleGroup
+from asyncrl.roles.moving import MovingReference
+from asyncrl.weight_sync.refresh import ReferencePush
 
 if TYPE_CHECKING:
+    from asyncrl.learners.base import Learner
     from asyncrl.placement import Placement
     from asyncrl.roles.reference import ReferenceSettings, Wanted
 
 
-def build_roles(config: Config, model_path: str, placement: Placement) -> list[Role]:
-    """The roles that ``config`` asks for. ``model_path`` is where the start model is."""
-    return [_reference(config, model_path, placement)] if "reference" in config.roles else []
+def build_reference_role(
+    config: Config, model_path: str, placement: Placement, learner: Learner
+) -> RoleGroup | MovingReference | None:
+    """The reference that ``config`` asks for, which follows what ``learner`` trains where it has to.
+
+    ``model_path`` is where the start model is.
+    """
+    if "reference" not in config.roles:
+        return None
+    section, sync = config.reference, config.weight_sync
+    group = _members(config, model_path, placement)
+    if section.refresh_every == 0:
+        return group
+    on_gpus = placement.push_backend == "nccl" and placement.role_gpus["reference"] > 0
+    backend: Literal["gloo", "nccl"] = "nccl" if on_gpus and sync.backend != "gloo" else "gloo"
+    push = ReferencePush(learner, backend=backend, bucket_bytes=sync.bucket_bytes, timeout_s=sync.timeout_s)
+    return MovingReference(
+        group,
+        push,
+        every=section.refresh_every,
+        ema=section.ema,
+        deterministic=config.run.deterministic,
+    )
 
 
-def _reference(config: Config, model_path: str, placement: Placement) -> Role:
+def _members(config: Config, model_path: str, placement: Placement) -> RoleGroup:
     from asyncrl.placement import deal_cores
 
     section = config.reference

@@ -67,6 +67,19 @@ class RoleGroup:
             for member in self.members:
                 group.create_task(member.start(), name=f"start {member.name}")
 
+    async def whole(self) -> list[RoleMember]:
+        """All members, once those that are being replaced have started. Raises what keeps one from that."""
+        for seat in self._seats:
+            if seat.repair is not None:
+                await asyncio.shield(seat.repair)
+        return self.members
+
+    async def replace(self, member: RoleMember, error: RoleError) -> None:
+        """Put another member into the seat of this one, because of ``error``; returns once it has started."""
+        seat = next((seat for seat in self._seats if seat.member is member), None)
+        if seat is not None:  # else others have seen to it
+            await self._give_up(seat, member, error)
+
     async def annotate(self, meta: GroupMeta, payload: Any) -> Annotation:
         async with self._free:
             seat = await self._choose()

@@ -5,6 +5,7 @@ Invariants:
   whenever they landed.
 - It is adapted to the KL that a step measured: with KL in the loss that of the policy that was updated, with
   KL in the reward that of the policy that sampled.
+- It stands while the policy does: in steps that were skipped, and in those of a critic's warm-up.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ class KLControl:
         return tuple(self.coefficient * kl for kl in _kl(group))
 
     def end_step(self, groups: Sequence[ReadyGroup], result: StepResult) -> Metrics:
-        """Take in what an update measured; returns the metrics of its own coefficient."""
+        """Take in what an update measured; returns the metrics of its own coefficient.
+
+        ``groups``: those that it trained, as they landed: with the tokens that were masked out since.
+        """
         if self._where == "none":
             return {}
         metrics = {"actor/kl_coef": self.coefficient}
@@ -63,7 +67,8 @@ class KLControl:
             kl = fsum(k for group in groups for k in _kl(group)) / max(tokens, 1)
             metrics["actor/reference_kl"] = kl
         answers = sum(len(group.meta.trajectories) for group in groups)
-        if self._adaptive is not None and kl is not None and isfinite(kl) and not result.skipped:
+        stood_still = result.skipped or result.metrics.get("critic/warmup", 0.0) > 0
+        if self._adaptive is not None and kl is not None and isfinite(kl) and not stood_still:
             self._adaptive.update(kl, answers)
         return metrics
 

@@ -1,10 +1,11 @@
-"""The reference policy: a frozen model that gives the sampled tokens' log-probs, group by group.
+"""The reference policy: a model that gives the sampled tokens' log-probs, group by group.
 
 Invariants:
 - Log-probs are those of the learner's forward pass at ``rollout.temperature``: with equal weights the KL is
   0 up to rounding.
 - A group's numbers depend on that group alone, to the bit: it is computed in micro-batches of its own.
-- Nothing here has a gradient, and the weights never change.
+- Nothing here has a gradient. The weights change only where they are told to follow the policy's, between
+  two groups, and each group's findings name the version that they were computed with.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.learners.base import TrainSample
 from asyncrl.learners.collate import MicroBatch, collate
 from asyncrl.learners.policy import load_policy, selected_logits
-from asyncrl.roles.base import Findings
+from asyncrl.roles.base import Findings, Received
+from asyncrl.roles.following import FollowingWeights
 from asyncrl.types import Float32Array, Group
+from asyncrl.weight_sync.base import PushGroupSpec
 
 Wanted = Literal["reference", "penalty", "token_penalty"]
 """What a run needs of the reference: the tokens' log-probs (KL in the loss, pairs), the KL of each answer
@@ -48,7 +51,7 @@ class ReferenceSettings:
 
 
 class ReferencePolicy:
-    """A ``RoleWorker``. Its scalar ``kl`` is the KL of each answer, summed over its trained tokens.
+    """A ``FollowingWorker``. Its scalar ``kl`` is the KL of each answer, summed over its trained tokens.
 
     That KL is of the policy that sampled, by the log-probs that came with the tokens.
     """
@@ -58,6 +61,7 @@ class ReferencePolicy:
         self._device = torch.device(_device(settings.device))
         self._estimator: KLEstimator = KL_ESTIMATORS[settings.kl_form]
         self._model: Any = None
+        self._weights: FollowingWeights | None = None
 
     def start(self) -> None:
         if self._device.type == "cpu":
@@ -69,6 +73,7 @@ class ReferencePolicy:
             checkpointing=False,
         )
         self._model = model.requires_grad_(False).to(self._device)
+        self._weights = FollowingWeights(self._model)
 
     def annotate(self, group: Group) -> Findings:
         lengths = [len(t.token_ids) for t in group.trajectories]
@@ -84,13 +89,30 @@ class ReferencePolicy:
                 logprobs[row] = _of_row(reference, i, lengths[row])
                 penalties[row] = _of_row(kl, i, lengths[row])
                 totals[row] = float(kl[i].sum())
+        version = self._following.version
         if self._settings.wanted == "reference":
-            return Findings({"reference": logprobs})
+            return Findings({"reference": logprobs}, reference_version=version)
         arrays = {"kl": penalties} if self._settings.wanted == "token_penalty" else {}
-        return Findings(arrays, {"kl": tuple(totals)})
+        return Findings(arrays, {"kl": tuple(totals)}, version)
+
+    def join(self, spec: PushGroupSpec) -> None:
+        self._following.join(spec)
+
+    def receive(self, version: int) -> Received:
+        return self._following.receive(version)
+
+    def take(self, version: int, decay: float) -> None:
+        self._following.take(version, decay)
 
     def close(self) -> None:
-        self._model = None
+        if self._weights is not None:
+            self._weights.leave()
+        self._model = self._weights = None
+
+    @property
+    def _following(self) -> FollowingWeights:
+        assert self._weights is not None, "start() comes first"
+        return self._weights
 
     @torch.no_grad()
     def _logprobs(self, batch: MicroBatch) -> Tensor:

@@ -13,11 +13,13 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from asyncrl.errors import RoleError
+from asyncrl.errors import RoleError, WeightSyncError
+from asyncrl.learners.scripted import scripted_checksum
 from asyncrl.queues.annotations import encode_annotation
 from asyncrl.queues.codec import checksum, decode_group
-from asyncrl.roles.base import Findings
+from asyncrl.roles.base import Findings, Received
 from asyncrl.types import Annotation, AnnotationMeta, Group, GroupMeta
+from asyncrl.weight_sync.base import PushGroupSpec
 
 
 def no_findings(group: Group) -> Findings:
@@ -29,7 +31,8 @@ class ScriptedRoleMember:
     """One call at a time, ``annotate_s`` seconds each, and ``start_s`` to start.
 
     ``findings`` makes what it answers. ``dies_at`` names calls, counted from 0 in the order in which they
-    begin, at whose end it is dead; ``hangs_at`` calls that never end.
+    begin, at whose end it is dead; ``hangs_at`` calls that never end. It follows a ``ScriptedLearner``:
+    ``receive_s`` seconds a version, ``dies_receiving`` and ``dies_taking`` name versions that it dies of.
     """
 
     def __init__(
@@ -42,12 +45,23 @@ class ScriptedRoleMember:
         findings: Callable[[Group], Findings] = no_findings,
         dies_at: Collection[int] = (),
         hangs_at: Collection[int] = (),
+        receive_s: float = 0.0,
+        dies_receiving: Collection[int] = (),
+        dies_taking: Collection[int] = (),
     ) -> None:
         self.name = name
         self.annotated: list[int] = []
         """Ordinals, in the order in which they were begun."""
         self.ended = False
         """Whether it was closed or killed."""
+        self.version = 0
+        """The policy version that it took last, which its answers bear."""
+        self.taken: list[tuple[int, float]] = []
+        """Versions that it took, each with its decay."""
+        self._receive_s = receive_s
+        self._dies_receiving = frozenset(dies_receiving)
+        self._dies_taking = frozenset(dies_taking)
+        self._ready: int | None = None
         self._role = role
         self._annotate_s = annotate_s
         self._start_s = start_s
@@ -64,7 +78,7 @@ class ScriptedRoleMember:
     async def annotate(self, meta: GroupMeta, payload: bytes) -> Annotation:
         async with self._turn:
             self._require_up()
-            call = len(self.annotated)
+            call, version = len(self.annotated), self.version
             self.annotated.append(meta.ordinal)
             if call in self._hangs_at:
                 await asyncio.get_running_loop().create_future()
@@ -75,14 +89,45 @@ class ScriptedRoleMember:
         group = decode_group(payload)
         findings = self._findings(group)
         record = encode_annotation(group.ordinal, group.response_lengths, findings.arrays)
-        found = AnnotationMeta(self._role, checksum(record), len(record), self._annotate_s, findings.scalars)
+        found = AnnotationMeta(
+            self._role, checksum(record), len(record), self._annotate_s, findings.scalars, version
+        )
         return Annotation(found, record)
+
+    async def ping(self) -> None:
+        self._require_up()
+
+    async def join(self, spec: PushGroupSpec) -> None:
+        self._require_up()
+
+    async def receive(self, version: int) -> Received:
+        async with self._turn:
+            self._require_up()
+            await asyncio.sleep(self._receive_s)
+            self._die_of(version, self._dies_receiving)
+            self._ready = version
+            return Received(scripted_checksum(version), self.version)
+
+    async def take(self, version: int, decay: float) -> None:
+        async with self._turn:
+            self._require_up()
+            self._die_of(version, self._dies_taking)
+            if self._ready != version:
+                raise WeightSyncError(f"asked to take version {version}, but {self._ready} lies ready")
+            if decay == 0 or version != self.version:
+                self.taken.append((version, decay))
+            self.version = version
 
     async def close(self) -> None:
         await self.kill()
 
     async def kill(self) -> None:
         self._up, self.ended = False, True
+
+    def _die_of(self, version: int, fatal: Collection[int]) -> None:
+        if version in fatal:
+            self._up = False
+            self._require_up()
 
     def _require_up(self) -> None:
         if not self._up:

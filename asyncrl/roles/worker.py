@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from asyncrl.errors import RoleError
-from asyncrl.queues.annotations import encode_annotation
+from asyncrl.queues.annotations import encode_annotation, require_finite
 from asyncrl.queues.codec import checksum, decode_group
 from asyncrl.roles.base import RoleWorker
 from asyncrl.types import AnnotationMeta
@@ -29,6 +29,10 @@ def annotated(role: str, worker: RoleWorker, payload: bytes, expected: int) -> t
                 f"the {role} gave {len(scalars)} values of {name} for the {len(group.trajectories)} "
                 f"trajectories of {group.uid}"
             )
+        require_finite(name, scalars)
     record = encode_annotation(group.ordinal, group.response_lengths, findings.arrays)
     seconds = time.perf_counter() - start
-    return AnnotationMeta(role, checksum(record), len(record), seconds, findings.scalars), record
+    meta = AnnotationMeta(
+        role, checksum(record), len(record), seconds, findings.scalars, findings.reference_version
+    )
+    return meta, record

@@ -34,6 +34,9 @@ class TensorSpec:
 
 Manifest = tuple[TensorSpec, ...]
 
+Channel = Literal["generators", "reference"]
+"""Who a push is for. A sender has one push group for each, which come and go without each other."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:

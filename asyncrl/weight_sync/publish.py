@@ -14,7 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -22,13 +21,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from asyncrl.errors import CanaryError, ChecksumError, GeneratorError, PushTimeoutError, WeightSyncError
+from asyncrl.errors import CanaryError, ChecksumError, GeneratorError, WeightSyncError
 from asyncrl.generators.base import KVAfterSwap
 from asyncrl.generators.pool import GeneratorPool, Member
 from asyncrl.learners.base import Learner, LearnerInfo, PushReport
 from asyncrl.types import Metrics
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho, mismatches
 from asyncrl.weight_sync.canary import Canary
+from asyncrl.weight_sync.together import together
 
 log = logging.getLogger(__name__)
 
@@ -236,16 +236,4 @@ class WeightPublisher:
         self._receivers = receivers
 
     async def _together(self, doing: str, *calls: Coroutine[Any, Any, Any]) -> list[Any]:
-        """All calls at once, within the timeout; the first failure cancels the rest."""
-        tasks = [asyncio.create_task(call) for call in calls]
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await asyncio.gather(*tasks)
-        except TimeoutError:
-            raise PushTimeoutError(
-                f"{doing}: not done after weight_sync.timeout_s = {self._timeout_s:g} s"
-            ) from None
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await together(self._timeout_s, doing, *calls)

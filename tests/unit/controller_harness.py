@@ -19,6 +19,7 @@ from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.ledger import Retired
 from asyncrl.roles.annotator import Annotator
 from asyncrl.roles.base import Role
+from asyncrl.roles.moving import MovingReference
 from asyncrl.rollout import RolloutHost, Score
 from asyncrl.run import make_canary
 from asyncrl.simulate.clock import run_virtual
@@ -156,8 +157,17 @@ def run(
         )
         evaluator = Evaluator(pool, eval_tasks, settings)
         annotator = Annotator(roles)
+        reference = next((role for role in roles if isinstance(role, MovingReference)), None)
         controller = controller_class(
-            settings, Stream(), pool, learner, publisher, evaluator, log, annotator=annotator
+            settings,
+            Stream(),
+            pool,
+            learner,
+            publisher,
+            evaluator,
+            log,
+            annotator=annotator,
+            reference=reference,
         )
         log.check = controller.ledger.check
         outcome = Outcome(None, log, learner, generators, controller)  # type: ignore[arg-type]

@@ -138,6 +138,13 @@ def test_a_worker_is_held_to_its_group() -> None:
     with pytest.raises(RoleError, match=r"the critic got a group with checksum .*, expected 0x1"):
         annotated("critic", Worker(), payload, 1)
 
+    class Broken(Worker):
+        def annotate(self, group: Group) -> Findings:
+            return Findings({}, {"kl": (0.0, float("nan"), 1.0, float("inf"))})
+
+    with pytest.raises(CodecError, match=r"kl has 2 of 4 values that are not finite, expected none"):
+        annotated("reference", Broken(), payload, checksum(payload))
+
     class Short(Worker):
         def annotate(self, group: Group) -> Findings:
             return Findings({}, {"kl": (0.0,)})

@@ -135,6 +135,26 @@ def test_one_wrong_value(override: str, expected: str) -> None:
             "weight_sync.adapter_only",
             ["'vllm'", "backend torch"],
         ),
+        (
+            [
+                "weight_sync.adapter_only=true",
+                "learner.lora={}",
+                "reference.refresh_every=2",
+                "algorithm.kl=loss",
+            ],
+            "weight_sync.adapter_only",
+            ["refresh_every 2", "expected refresh_every 0"],
+        ),
+        (
+            [
+                "reference.base_of_lora=true",
+                "learner.lora={}",
+                "reference.refresh_every=2",
+                "algorithm.kl=loss",
+            ],
+            "reference.base_of_lora",
+            ["refresh_every 2", "never moves"],
+        ),
         (["reference.base_of_lora=true"], "reference.base_of_lora", ["learner.lora null"]),
         (
             ["reference.base_of_lora=true", "learner.lora={}", "reference.path=x"],

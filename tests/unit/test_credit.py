@@ -138,6 +138,25 @@ def test_objectives_that_cancel_in_the_sum_still_have_signal() -> None:
     assert found[0] > 0 > found[1]
 
 
+def test_what_would_be_ignored_or_filter_everything_is_refused() -> None:
+    pairs = ("algorithm.loss=dpo", "algorithm.correction=none")
+    assert "objectives: found 'normalised' with loss 'dpo'" in errors(*pairs, *NORMALISED)[0]
+    alone = ("algorithm.preset=ppo", "rollout.group_size=1", "rollout.min_group=1")
+    config(*alone)
+    for how in ("drop", "refill"):
+        (line,) = errors(*alone, f"algorithm.filter_zero_variance={how}")
+        assert f"algorithm.filter_zero_variance: found '{how}' with rollout.group_size 1" in line
+    # The greedy answer makes it two.
+    config("algorithm.advantage=remax", *alone[1:], "algorithm.filter_zero_variance=drop")
+
+
+def test_pairs_need_no_greedy_answer() -> None:
+    remax = "algorithm.advantage=remax"
+    assert CreditAssignment(config(remax)).needs_greedy
+    pairs = config(remax, "algorithm.loss=dpo", "algorithm.correction=none")
+    assert not CreditAssignment(pairs).needs_greedy
+
+
 def test_penalties_for_length_are_an_objective_of_weight_one() -> None:
     settings = (*NORMALISED, "algorithm.length_penalty=0.001", "algorithm.reward_clip=[0,1]")
     values = [{"right": 7.0, "brief": 1.0}, {"right": 1.0, "brief": 9.0}]

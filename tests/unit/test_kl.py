@@ -242,6 +242,28 @@ def test_groups_of_equal_rewards_are_filtered_whatever_their_kl() -> None:
     assert all(len(set(i.meta.rewards)) == 2 for b in outcome.learner.batches for i in b.items)
 
 
+def test_the_kl_a_token_is_of_the_tokens_that_were_scored_whatever_is_masked_later() -> None:
+    def half_a_token(group: Group) -> Findings:
+        return Findings({}, {"kl": tuple(0.5 * len(t.token_ids) for t in group.trajectories)})
+
+    settings = config(
+        "run.steps=12",
+        "algorithm.kl=reward",
+        "schedule.pipeline_depth=1",
+        "schedule.max_staleness=1",
+        "schedule.at_bound=mask",
+        "rollout.max_new_tokens=100",
+    )
+    # Ordinal 3 takes so long that most of its tokens are too old when it is trained.
+    straggler = ScriptedGenerator(length=lambda request: 75 if request.key.ordinal == 3 else 10, token_s=0.1)
+    member = ScriptedRoleMember(role="reference", findings=half_a_token)
+    role = RoleGroup("reference", [member], restart=None, timeout_s=100.0, setting="reference.timeout_s")
+    outcome = run(settings, [straggler], roles=[role])
+    lines = outcome.log.lines[1:]
+    assert max(line["staleness/masked_tokens"] for line in lines) > 50
+    assert [line["actor/reference_kl"] for line in lines] == pytest.approx([0.5] * 12)
+
+
 class MeasuringLearner(ScriptedLearner):
     """Reports a KL a token of its own choice; its second step is not finite."""
 
@@ -264,6 +286,27 @@ def test_the_coefficient_follows_the_kl_that_steps_measure() -> None:
     growth = 1.02
     assert coefficients == pytest.approx([0.1, 0.1 * growth, 0.1 * growth, 0.1 * growth**2, 0.1 * growth**3])
     assert [line["actor/kl_coef"] for line in outcome.log.lines[1:]] == pytest.approx(coefficients)
+
+
+class WarmingUp(ScriptedLearner):
+    """Leaves the policy as it is in its first two steps, as a critic's warm-up does."""
+
+    async def step(self, batch: Batch) -> StepResult:
+        result = await super().step(batch)
+        return replace(result, metrics={"critic/warmup": float(batch.version < 2)})
+
+
+def test_the_coefficient_stands_while_the_policy_does() -> None:
+    learner = WarmingUp(max_staleness=2, step_s=1.0)
+    outcome = run_with_reference(
+        "algorithm.kl=reward",
+        "algorithm.kl_coef=0.1",
+        "algorithm.kl_target=100",
+        "algorithm.kl_horizon=40",
+        learner=learner,
+    )
+    coefficients = [batch.kl_coef for batch in outcome.learner.batches]
+    assert coefficients == pytest.approx([0.1, 0.1, 0.1, 0.098])
 
 
 # ---------------------------------------------------------------------- the reference itself

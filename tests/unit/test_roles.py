@@ -193,6 +193,19 @@ def test_an_error_that_is_no_death_ends_the_run_at_once() -> None:
     assert "values that are not finite" in str(causes(caught.value)[0])
 
 
+def test_a_stall_report_names_the_roles_that_a_group_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+    settings = config("run.steps=2", "run.stall_after_s=10")
+    roles = []
+    for name, hangs_at in (("a", ()), ("b", [1])):
+        members = [ScriptedRoleMember(f"{name} 0", role=name, hangs_at=hangs_at)]
+        restart = lambda seat: ScriptedRoleMember(seat, role="b")  # noqa: E731
+        roles.append(RoleGroup(name, members, restart=restart, timeout_s=50.0, setting="x"))
+    run(settings, [ScriptedGenerator(**FAST)], roles=roles)
+    (report,) = {r.getMessage() for r in caplog.records if "no progress for 10 s" in r.getMessage()}
+    assert "train-1 (ordinal 1) runs for 11 s, try 1, on b for its annotation" in report
+    assert "no replica" not in report
+
+
 def test_a_group_that_is_dropped_while_it_is_annotated_leaves_nothing_behind() -> None:
     settings = config(
         "run.steps=8", "schedule.pipeline_depth=1", "schedule.max_staleness=1", "schedule.at_bound=drop"

@@ -102,3 +102,34 @@ def test_only_the_version_that_was_copied_out_can_be_sent() -> None:
     assert report is not None
     assert (report.version, report.nbytes) == (1, sender.shard_bytes)
     sender.close()
+
+
+def test_channels_gather_the_same_copies_in_groups_of_their_own() -> None:
+    weights = [ShardedWeights(rank, 2) for rank in range(2)]
+    buckets = plan_buckets(MANIFEST, 200)
+    senders = [
+        PushSender(w, buckets, rank=rank, ranks=2, sharded=True, overlap=True)
+        for rank, w in enumerate(weights)
+    ]
+    store = create_store("127.0.0.1", 20.0)
+
+    def spec(prefix: str) -> PushGroupSpec:
+        return PushGroupSpec("127.0.0.1", store.port, prefix, 0, 1, "gloo", 200, 20.0, MANIFEST)
+
+    with ThreadPoolExecutor(2) as threads:
+
+        def both(act) -> list:
+            return [future.result(20) for future in [threads.submit(act, sender) for sender in senders]]
+
+        both(lambda sender: sender.copy_out(4))
+        both(lambda sender: sender.open(spec("reference1"), store, "reference"))
+        found = []
+        # The generators' group is built anew, the reference's stands.
+        for prefix in ("push1", "push2"):
+            both(lambda sender, prefix=prefix: sender.open(spec(prefix), store))
+            found += both(lambda sender: sender.send(4))
+        found += both(lambda sender: sender.send(4, "reference"))
+        reports = [report for report in found if report is not None]
+        assert [report.version for report in reports] == [4] * 3
+        assert len({report.checksum for report in reports}) == 1
+        both(lambda sender: sender.close())
