@@ -483,13 +483,14 @@ class LoraSection(Section):
         return self
 
 
-class LearnerSection(Section):
-    backend: Literal["deepspeed"] = "deepspeed"
-    """What updates the parameters."""
+class EngineSection(Section):
+    """Ranks that train a model on DeepSpeed: what policy and critic have alike."""
+
     ranks: PositiveInt = 1
     """Processes, a device each."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
-    """What the ranks share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """What the ranks share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (then all
+    ranks of a critic value each group together)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda, then cpu."""
     threads: PositiveInt = 1
@@ -498,20 +499,8 @@ class LearnerSection(Section):
     """Cores to pin the ranks to, dealt out in turn; null: unpinned."""
     micro_batch_tokens: PositiveInt = 4096
     """Tokens in one forward pass, padding included."""
-    packing: bool = False
-    """Several answers in a row without padding, each attending to itself alone. Checked at the start: models
-    whose layers carry a state from token to token, or do not look at positions, cannot."""
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
-    """The learner's implementation; auto: the model's own choice. With ``packing`` and flash_attention_2 (a
-    GPU, bfloat16, and the package flash-attn) a micro-batch is a single row."""
-    lora: LoraSection | None = None
-    """Train low-rank adapters, the weights frozen; null: train the weights. Needs ``asyncrl[lora]``."""
     lr: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: stay, or fall to 0 at ``run.steps``."""
-    warmup_steps: NonNegativeInt = 0
-    """Updates over which the learning rate rises linearly from lr / warmup_steps."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of AdamW."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
@@ -522,12 +511,29 @@ class LearnerSection(Section):
     """Gradients are scaled down to this L2 norm."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: slower, less memory."""
-    max_bad_steps: NonNegativeInt = 3
-    """Non-finite updates in a row that are skipped before the run stops."""
     start_timeout_s: PositiveFloat = 300.0
     """Seconds that the ranks may take to load the model and find each other."""
     step_timeout_s: PositiveFloat = 1800.0
     """Seconds that one update may take."""
+
+
+class LearnerSection(EngineSection):
+    backend: Literal["deepspeed"] = "deepspeed"
+    """What updates the parameters."""
+    packing: bool = False
+    """Several answers in a row without padding, each attending to itself alone. Checked at the start: models
+    whose layers carry a state from token to token, or do not look at positions, cannot."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """The learner's implementation; auto: the model's own choice. With ``packing`` and flash_attention_2 (a
+    GPU, bfloat16, and the package flash-attn) a micro-batch is a single row."""
+    lora: LoraSection | None = None
+    """Train low-rank adapters, the weights frozen; null: train the weights. Needs ``asyncrl[lora]``."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stay, or fall to 0 at ``run.steps``."""
+    warmup_steps: NonNegativeInt = 0
+    """Updates over which the learning rate rises linearly from lr / warmup_steps."""
+    max_bad_steps: NonNegativeInt = 3
+    """Non-finite updates in a row that are skipped before the run stops."""
 
     @property
     def layout(self) -> Layout:
@@ -577,42 +583,16 @@ class ReferenceSection(RoleSection):
     step's groups first, its adapters off, which takes one forward pass of its time."""
 
 
-class CriticSection(Section):
+class CriticSection(EngineSection):
     """The value model of ``advantage: gae``, on an engine and in processes of its own."""
 
     path: str | None = None
     """Hugging Face folder or hub name whose transformer it starts from; null: the policy's start model."""
-    ranks: PositiveInt = 1
-    """Processes, a device each."""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
-    """What the ranks share out, as in ``learner``. With 3, all ranks value each group together."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda, then cpu."""
-    threads: PositiveInt = 1
-    """Torch threads of one rank on CPU."""
-    cpu_cores: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
-    """Cores to pin the ranks to, dealt out in turn; null: unpinned."""
-    micro_batch_tokens: PositiveInt = 4096
-    """Tokens in one forward pass, padding included."""
-    lr: PositiveFloat = 1e-5
-    """Learning rate of AdamW."""
     warmup_steps: NonNegativeInt = 0
     """Steps at the start of a run that train the critic alone. They count as steps of the run and as policy
     versions, though the policy keeps its weights."""
     value_clip: PositiveFloat = 0.2
     """A value's loss ignores moves beyond this from the value that the token was given as it landed."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of AdamW."""
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay rates of AdamW's first and second moments."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of AdamW's second moment."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this L2 norm."""
-    gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: slower, less memory."""
-    start_timeout_s: PositiveFloat = 300.0
-    """Seconds that the ranks may take to load the model and find each other."""
     step_timeout_s: PositiveFloat = 1800.0
     """Seconds that the values of one group may take, with an update that it has to wait for; an update of
     its own ends with that of the policy, in ``learner.step_timeout_s``."""

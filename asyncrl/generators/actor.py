@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -25,6 +24,7 @@ from asyncrl.config import Config
 from asyncrl.errors import GeneratorError
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
 from asyncrl.placement import actor_options, pin_process
+from asyncrl.processes import Whereabouts, kill_actor, process_at, whereabouts
 from asyncrl.rollout import GroupRequest, RolloutHost
 from asyncrl.snapshot import GroupKey, Progress, Snapshot
 from asyncrl.types import Float32Array, GroupMeta
@@ -52,15 +52,15 @@ class GeneratorActor:
         self._close: Callable[[], Awaitable[None]] | None = None
 
     @ray.method(concurrency_group="generate")
-    async def start(self) -> tuple[str, int]:
-        """Build and start everything; returns the node and the process that it runs in."""
+    async def start(self) -> Whereabouts:
+        """Build and start everything; returns where it runs."""
         from asyncrl.generators.build import build_host
 
         self._home = asyncio.get_running_loop()
         self._host, self._close = await build_host(
             self._config, self._model_path, self._folder, self._all_cores, self._cores
         )
-        return ray.get_runtime_context().get_node_id(), os.getpid()
+        return whereabouts()
 
     @ray.method(concurrency_group="generate")
     async def run_group(
@@ -155,14 +155,12 @@ class RayReplica:
     async def start(self) -> None:
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                node, pid = await self._call(self._actor.start.remote())
+                place = await self._call(self._actor.start.remote())
         except TimeoutError:
             raise GeneratorError(
                 f"{self.name} did not start in generators.start_timeout_s = {self._start_timeout_s:g} s"
             ) from None
-        if node == ray.get_runtime_context().get_node_id():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._process = psutil.Process(pid)
+        self._process = process_at(place)
 
     async def run_group(self, request: GroupRequest, salvage: Any = None) -> tuple[GroupMeta, Any]:
         given = [] if salvage is None else [salvage]
@@ -209,11 +207,7 @@ class RayReplica:
             ray.kill(self._actor)
 
     async def kill(self) -> None:
-        # Ray asks first, and a stopped process does not answer: its sockets would stay open for seconds.
-        if self._process is not None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._process.kill()
-        ray.kill(self._actor)
+        kill_actor(self._actor, self._process)
 
     async def _call(self, ref: Any) -> Any:
         try:

@@ -18,44 +18,19 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from asyncrl.config import Dtype
+from asyncrl.config import Dtype, EngineSection
 from asyncrl.errors import ConfigError
 
 _LARGEST_BUCKET = 500_000_000
 """DeepSpeed's own default for reduce and all-gather buckets, in elements."""
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
-
-
-class EngineSettings(Protocol):
-    """What a section of the config says of its ranks' engines; ``LearnerSection`` documents each."""
-
-    @property
-    def zero_stage(self) -> int: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def lr(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def betas(self) -> tuple[float, float]: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def max_grad_norm(self) -> float: ...
-    @property
-    def start_timeout_s(self) -> float: ...
-    @property
-    def step_timeout_s(self) -> float: ...
 
 
 class TrainingEngine:
@@ -68,7 +43,7 @@ class TrainingEngine:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        settings: EngineSection,
         section: str,
         *,
         dtype: Dtype,

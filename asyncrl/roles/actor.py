@@ -12,11 +12,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 
 from asyncrl.errors import RoleError
 from asyncrl.placement import actor_options, pin_process
+from asyncrl.processes import Whereabouts, kill_actor, process_at, whereabouts
 from asyncrl.roles.base import FollowingWorker, Received, RoleWorker
 from asyncrl.roles.worker import annotated
 from asyncrl.types import Annotation, AnnotationMeta, GroupMeta
@@ -38,8 +40,9 @@ class RoleActor:
         self._role = role
         self._worker = build()
 
-    def start(self) -> None:
+    def start(self) -> Whereabouts:
         self._worker.start()
+        return whereabouts()
 
     def annotate(self, payload: bytes, expected: int) -> tuple[AnnotationMeta, bytes]:
         return annotated(self._role, self._worker, payload, expected)
@@ -83,12 +86,14 @@ class RayRoleMember:
         self.name = name
         self._role = role
         self._start_timeout_s = start_timeout_s
+        self._process: psutil.Process | None = None
+        """Its process, where that runs on this machine."""
         self._actor = _RemoteRole.options(**actor_options(gpus)).remote(role, build, cores)
 
     async def start(self) -> None:
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                await self._call(self._actor.start.remote())
+                self._process = process_at(await self._call(self._actor.start.remote()))
         except TimeoutError:
             raise RoleError(
                 f"{self.name} did not start in {self._role}.start_timeout_s = {self._start_timeout_s:g} s"
@@ -124,7 +129,7 @@ class RayRoleMember:
             ray.kill(self._actor)
 
     async def kill(self) -> None:
-        ray.kill(self._actor)
+        kill_actor(self._actor, self._process)
 
     async def _call(self, ref: Any) -> Any:
         try:
