@@ -228,7 +228,7 @@ class RewardPool:
     async def _serve_one(self, slot: _Slot) -> None:
         """The life of one process; returns when it has ended and its calls are settled."""
         process = await spawn(self._setup, self._timeout_s)
-        replies = Replies(process.reader)
+        replies = Replies(process.incoming)
         try:
             signatures = await self._started(replies)
             slot.process = process

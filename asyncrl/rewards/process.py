@@ -5,6 +5,8 @@ Invariants:
 - Whenever a call is in flight, one timer is armed for the earliest moment at which one is overdue.
 - A process is killed for a call only if that is overdue on two looks, with a turn of the loop between
   them: a reply that a busy loop has not read yet is no fault of the call.
+- What a worker sent before it ended is read, whatever becomes of the writes to it: a transport would drop
+  it once a write fails, or at a reset.
 - ``kill`` ends the process and everything in its process group, and has reaped it when it returns.
 """
 
@@ -63,8 +65,9 @@ class WorkerProcess:
     """A spawned worker. All times are on the loop's clock, in seconds."""
 
     popen: subprocess.Popen[bytes]
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    incoming: socket.socket
+    """For ``Replies``; non-blocking."""
+    outgoing: asyncio.WriteTransport
     timeout_s: float
     queued: deque[Call] = field(default_factory=deque)
     running_async: dict[int, Call] = field(default_factory=dict)
@@ -103,7 +106,7 @@ class WorkerProcess:
         """Send what was put since the last flush, as one message."""
         if not self.outbox:
             return
-        self.writer.write(msgpack.Packer().pack_array_header(len(self.outbox)) + b"".join(self.outbox))
+        self.outgoing.write(msgpack.Packer().pack_array_header(len(self.outbox)) + b"".join(self.outbox))
         self.outbox.clear()
         if self._timer is None:
             self._check()
@@ -147,7 +150,8 @@ class WorkerProcess:
         if self._timer is not None:
             self._timer.cancel()
         self.signal()
-        self.writer.close()
+        self.outgoing.abort()
+        self.incoming.close()
         try:
             await asyncio.get_running_loop().run_in_executor(None, self.popen.wait, _REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -177,31 +181,36 @@ async def spawn(setup: Mapping[str, Any], timeout_s: float) -> WorkerProcess:
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
+    incoming = ours.dup()
+    incoming.setblocking(False)
     try:
-        reader, writer = await asyncio.open_connection(sock=ours)
+        outgoing, _ = await asyncio.get_running_loop().connect_accepted_socket(asyncio.Protocol, ours)
     except BaseException:
         ours.close()
+        incoming.close()
         popen.kill()
         popen.wait()
         raise
-    writer.write(msgpack.packb(setup))
-    return WorkerProcess(popen, reader, writer, timeout_s)
+    outgoing.pause_reading()  # before the worker has anything to say: that is for ``Replies``
+    outgoing.write(msgpack.packb(setup))
+    return WorkerProcess(popen, incoming, outgoing, timeout_s)
 
 
 class Replies:
     """The messages of one worker, as they arrive."""
 
-    def __init__(self, reader: asyncio.StreamReader) -> None:
-        self._reader = reader
+    def __init__(self, incoming: socket.socket) -> None:
+        self._incoming = incoming
         self._unpacker = msgpack.Unpacker(
             strict_map_key=False, max_buffer_size=MAX_MESSAGE_BYTES, unicode_errors="surrogatepass"
         )
 
     async def read(self) -> Sequence[list[Any]]:
         """All messages of one read; empty when the worker has closed its end."""
+        loop = asyncio.get_running_loop()
         while True:
             try:
-                data = await self._reader.read(1 << 18)
+                data = await loop.sock_recv(self._incoming, 1 << 18)
             except ConnectionError:
                 return ()
             if not data:

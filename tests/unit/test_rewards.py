@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgpack
 import psutil
 import pytest
 from hypothesis import given
@@ -29,6 +30,7 @@ from asyncrl.errors import (
 from asyncrl.rewards.binder import Sample, named_values, signature_of
 from asyncrl.rewards.builtin import exact_match, last_number
 from asyncrl.rewards.pool import RewardPool, RewardScore
+from asyncrl.rewards.process import Call, Replies, spawn
 from asyncrl.rewards.worker import as_value
 
 USER_CODE = '''
@@ -281,6 +283,37 @@ async def test_a_crash_fails_its_call_alone(folder: Path, word: str, end: str) -
         with pytest.raises(RewardWorkerError, match=end):
             await crashed
         assert pool.statistics().crashes == 1
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2])
+async def test_what_a_worker_answered_before_it_died_is_read(folder: Path, writes: int) -> None:
+    """Its end shows first in a write that fails, or in a reset: neither may hide the replies before it."""
+    function = {"path": "user.py:by_word", "name": None, "args": {}}
+    process = await spawn({"functions": [function], "timeout_s": 5, "folder": str(folder), "cores": []}, 5)
+    try:
+        replies = Replies(process.incoming)
+        await replies.read()  # it is ready
+
+        def send(number: int, word: str) -> None:
+            packed = msgpack.packb([number, {}, "2+2=", word, [], "stop"])
+            process.put(Call(number, "train-5", packed, asyncio.get_running_loop().create_future()))
+
+        for number in range(50):
+            send(number, "fine")
+        send(50, "segfault")
+        send(51, "fine")
+        process.flush()
+        process.popen.wait()  # the loop reads nothing meanwhile
+        for number in range(writes):
+            send(52 + number, "fine")
+            process.flush()
+            await asyncio.sleep(0)
+        answered = []
+        while messages := await replies.read():
+            answered += [number for number, _, _ in messages]
+        assert answered == list(range(50))
+    finally:
+        await process.kill()
 
 
 async def test_processes_that_a_function_started_go_with_it(folder: Path) -> None:
