@@ -35,6 +35,8 @@ class Placement:
     """Address that process groups meet on."""
     role_gpus: Mapping[str, int] = field(default_factory=dict)
     """GPUs of each actor of a role, by the role's name."""
+    logs: str | None = None
+    """The folder that this session's processes log to, where the session is our own."""
 
     @property
     def push_backend(self) -> str:
@@ -64,9 +66,11 @@ def open_session(config: Config) -> Placement:
             configure_logging=False,
         )
         host = _LOOPBACK
+        logs = str(Path(ray._private.worker._global_node.get_logs_dir_path()))
     else:
         ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING, configure_logging=False)
         host = ray.util.get_node_ip_address()
+        logs = None
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
     placement = Placement(
@@ -74,6 +78,7 @@ def open_session(config: Config) -> Placement:
         learner_gpus=int(_wants_gpu(config.learner.device, gpus)),
         host=host,
         role_gpus={name: int(_wants_gpu(role.device, gpus)) for name, role in config.roles.items()},
+        logs=logs,
     )
     _require_gpus(config, placement, gpus)
     return placement

@@ -3,7 +3,7 @@
 Invariants:
 - Config and data errors come before any model is loaded, and exit with 2.
 - The first SIGINT or SIGTERM ends the run after the running update; the second ends it now.
-- However a run ends, its actors and worker processes end with it.
+- However a run ends, its actors and worker processes end with it; ``sentinel`` sees to it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from asyncrl.learners.base import Learner
 from asyncrl.ledger import Retired
 from asyncrl.roles.annotator import Annotator
 from asyncrl.run_folder import RunFolder, claim
+from asyncrl.sentinel import Sentinel
 from asyncrl.tracking import open_tracker
 from asyncrl.types import Metrics, ReadyGroup, Task
 from asyncrl.weight_sync.canary import DEFAULT_TOLERANCE, Canary, canary_tokens
@@ -97,12 +98,19 @@ def train(config: Config) -> int:
     log.info("checking config, data and rewards")
     prompts = validate(config).prompts
     folder = claim(config)
-    model_path = resolve_model(config, console)
-    log.info("%s", prompts.report)
+    with Sentinel() as sentinel:
+        return _train(config, prompts, folder, console, sentinel)
+
+
+def _train(config: Config, prompts: Prompts, folder: Path, console: Console, sentinel: Sentinel) -> int:
     from asyncrl.placement import close_session, open_session
 
+    model_path = resolve_model(config, console)
+    log.info("%s", prompts.report)
     try:
         placement = open_session(config)
+        if placement.logs is not None:
+            sentinel.watch(placement.logs)
         parts = build(config, model_path, prompts, placement, folder, console)
         try:
             summary = asyncio.run(_run(parts))

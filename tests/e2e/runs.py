@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,11 +78,18 @@ class Run:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
+                if process.status() != psutil.STATUS_ZOMBIE and self._started(process):
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return found
+
+    def _started(self, process: psutil.Process) -> bool:
+        """By the mark; or by a log in the folder of its Ray session, for one that wrote a title over that."""
+        if process.environ().get(MARK) == self.mark:
+            return True
+        session = re.compile(rf"/session_[^/]*_{self.process.pid}/logs/")
+        return any(file.mode != "r" and session.search(file.path) for file in process.open_files())
 
     def assert_nothing_left(self, within_s: float) -> None:
         gone, alive = psutil.wait_procs(self.processes(), timeout=within_s)

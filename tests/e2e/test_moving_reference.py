@@ -64,7 +64,9 @@ def test_an_average_over_overlapped_pushes_starts_over_when_an_actor_dies(tmp_pa
     assert_sound(run, max_staleness=1, capacity=4)
     lines = run.metrics[1:]
     versions = [line["reference/version"] for line in lines]
-    assert versions == sorted(versions)
+    # A group waits one step at most: a batch may be of an older reference than the one before, not than the
+    # one before that.
+    assert all(version >= max(versions[: i - 1], default=0) for i, version in enumerate(versions) if i > 1)
     # One version was taken out of turn.
     assert len({version for version in versions if version % 4}) <= 1
     assert run.metrics[-1]["ledger/failed"] == 0
