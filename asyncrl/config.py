@@ -578,9 +578,11 @@ class ReferenceSection(RoleSection):
     0: it stays what it is."""
     ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Share of the old reference that stays at each refresh, as an average in float32; null: none of it."""
-    base_of_lora: bool = False
-    """With ``learner.lora``: no actors and no second copy of the weights. The learner itself scores each
-    step's groups first, its adapters off, which takes one forward pass of its time."""
+    place: Literal["actors", "learner", "lora_base"] = "actors"
+    """actors: in actors of its own, which score groups as they land. The others start none, and the learner
+    scores each step's groups first, one forward pass of its time: learner keeps the start model in host
+    memory and exchanges it for the policy meanwhile; lora_base, with ``learner.lora``, has no second copy of
+    the weights and switches its adapters off."""
 
 
 class CriticSection(EngineSection):
@@ -694,7 +696,7 @@ class Config(Section):
     def roles(self) -> dict[str, ReferenceSection | CriticSection]:
         """The roles in actors of their own that this run has, by name."""
         roles: dict[str, ReferenceSection | CriticSection] = {}
-        if self.algorithm.needs_reference and not self.reference.base_of_lora:
+        if self.algorithm.needs_reference and self.reference.place == "actors":
             roles["reference"] = self.reference
         if self.has_critic:
             roles["critic"] = self.critic

@@ -347,7 +347,7 @@ def _reference(config: Config) -> list[str]:
             f"reference.refresh_every: found {reference.refresh_every} with algorithm.kl 'none' and loss "
             f"{config.algorithm.loss!r}, which start no reference; expected kl loss or reward, or 0"
         )
-    if reference.refresh_every % pushed:
+    if reference.place == "actors" and reference.refresh_every % pushed:
         problems.append(
             f"reference.refresh_every: found {reference.refresh_every} with schedule.publish_every {pushed}; "
             "expected a multiple of it, because the reference follows to versions that are pushed: the next "

@@ -1,4 +1,4 @@
-"""What cannot be meant of adapters: ``learner.lora`` and the keys that build on it.
+"""What cannot be meant of adapters and of a reference in the learner: ``learner.lora``, ``reference.place``.
 
 Findings are text, as in ``config_checks``: the key to change, what was found, what was expected.
 """
@@ -28,42 +28,46 @@ def lora_problems(lora: LoraSection) -> list[str]:
 
 
 def adapter_contradictions(config: Config) -> list[str]:
-    """Keys that need adapters where there are none, or that cannot be met beside others."""
-    return [*_base_of_lora(config), *_adapter_only(config)]
+    """Keys that need adapters where there are none, or none where there are, or that exclude each other."""
+    return [*_reference_in_the_learner(config), *_adapter_only(config)]
 
 
-def _base_of_lora(config: Config) -> list[str]:
-    """The reference is the frozen part of the learner's model: what needs another, or needs it elsewhere."""
-    reference = config.reference
-    if not reference.base_of_lora:
+def _reference_in_the_learner(config: Config) -> list[str]:
+    """Without actors the reference is the learner's own model in another state: what that cannot be."""
+    reference, place = config.reference, config.reference.place
+    if place == "actors":
         return []
+    found = f"reference.place: found {place!r} with"
     problems = []
-    if config.learner.lora is None:
+    if place == "lora_base" and config.learner.lora is None:
         problems.append(
-            "reference.base_of_lora: found true with learner.lora null, where all weights are trained; "
-            "expected learner.lora to be set, or base_of_lora false"
+            f"{found} learner.lora null, where all weights are trained; expected learner.lora to be set, or "
+            "place learner or actors"
+        )
+    if place == "learner" and config.learner.lora is not None:
+        problems.append(
+            f"{found} learner.lora set, where the start model is under the adapters already; expected place "
+            "lora_base, or actors"
         )
     if reference.path is not None:
         problems.append(
-            f"reference.base_of_lora: found true with reference.path {reference.path!r}; expected path null, "
-            "because the base is the model that training starts from, or base_of_lora false"
+            f"{found} reference.path {reference.path!r}; expected path null, because it is the model that "
+            "training starts from, or place actors"
         )
     if reference.dtype not in (None, config.model.dtype):
         problems.append(
-            f"reference.base_of_lora: found true with reference.dtype {reference.dtype!r}; expected null or "
-            f"model.dtype = {config.model.dtype!r}, in which the base is held, or base_of_lora false"
+            f"{found} reference.dtype {reference.dtype!r}; expected null or model.dtype = "
+            f"{config.model.dtype!r}, in which the learner computes, or place actors"
         )
-    if reference.refresh_every:
+    if place == "lora_base" and reference.refresh_every:
         problems.append(
-            "reference.base_of_lora: found true with reference.refresh_every "
-            f"{reference.refresh_every}, but the base never moves; expected refresh_every 0, or "
-            "base_of_lora false"
+            f"{found} reference.refresh_every {reference.refresh_every}, but the base never moves; expected "
+            "refresh_every 0, or place actors"
         )
     if config.algorithm.kl == "reward":
         problems.append(
-            "reference.base_of_lora: found true with algorithm.kl 'reward', where rewards need the KL as a "
-            "group lands and the learner knows it only when it trains; expected algorithm.kl loss, or "
-            "base_of_lora false"
+            f"{found} algorithm.kl 'reward', where rewards need the KL as a group lands and the learner "
+            "knows it only when it trains; expected algorithm.kl loss, or place actors"
         )
     return problems
 

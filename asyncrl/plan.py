@@ -175,6 +175,9 @@ def placement_rows(config: Config) -> list[tuple[str, str]]:
                 f"{_cores(cores, learner.threads)}{adapter}",
             )
         )
+    if config.algorithm.needs_reference and config.reference.place != "actors":
+        what = "the adapters' base" if config.reference.place == "lora_base" else _follows(config.reference)
+        rows.append(("reference", f"in the learner, {what}"))
     for name, role in config.roles.items():
         for i, cores in enumerate(deal_cores(role.cpu_cores, role.actors[1])):
             follows = f", {_follows(config.reference)}" if name == "reference" else ""

@@ -34,7 +34,7 @@ def build_rank(config: Config, model_path: str, rank: int, host: str, port: int,
         deterministic=config.run.deterministic,
         length_norm=config.length_norm,
         folder=folder,
-        refer_to_base=config.reference.base_of_lora,
+        reference=config.reference,
         push_adapters=config.weight_sync.adapter_only,
     )
 

@@ -30,7 +30,7 @@ from asyncrl.algorithms.aggregation import StepCounts
 from asyncrl.algorithms.logprobs import token_logprobs
 from asyncrl.algorithms.names import is_path
 from asyncrl.algorithms.registry import user_advantage
-from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
+from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection, ReferenceSection
 from asyncrl.learners.advantages import batch_wide, from_user
 from asyncrl.learners.base import LearnerInfo, MiniBatch, RankStep, StepResult, TrainSample, finite
 from asyncrl.learners.collate import MicroBatch, collate
@@ -41,6 +41,7 @@ from asyncrl.learners.objective import Objective, Tally
 from asyncrl.learners.packed import require_exact_packing
 from asyncrl.learners.policy import load_policy, manifest_of, selected_logits
 from asyncrl.learners.preferences import Preferences
+from asyncrl.learners.resident import ResidentReference
 from asyncrl.learners.schedule import learning_rate
 from asyncrl.learners.weights import PolicyWeights
 from asyncrl.types import Float32Array
@@ -56,7 +57,7 @@ class DeepSpeedLearner:
     ``master`` is host and port where the ranks meet; rank 0 listens there, on that address alone.
     ``total_steps`` is where the falling learning rate schedules end, ``length_norm`` the divisor of
     seq-mean-token-sum-norm in tokens, ``folder`` where users' own functions are looked up (default: the
-    current one). ``refer_to_base``: the reference, where one is needed, is the model with its adapters off.
+    current one). ``reference``: where the reference is, if one is needed, and whether it follows the policy.
     ``push_adapters``: what travels is the adapters alone.
     """
 
@@ -77,7 +78,7 @@ class DeepSpeedLearner:
         deterministic: bool = False,
         length_norm: float = 1.0,
         folder: Path | None = None,
-        refer_to_base: bool = False,
+        reference: ReferenceSection | None = None,
         push_adapters: bool = False,
     ) -> None:
         self._model_section = model
@@ -87,7 +88,8 @@ class DeepSpeedLearner:
         self._model_path = model_path
         self._max_staleness = max_staleness
         self._mask_stale = mask_stale
-        self._refer_to_base = refer_to_base
+        self._reference_section = reference or ReferenceSection()
+        self._resident: ResidentReference | None = None
         self._push_adapters = push_adapters
         self._total_steps = total_steps
         self._rank = rank
@@ -136,6 +138,9 @@ class DeepSpeedLearner:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._engine.build(model)
         self._weights = PolicyWeights(self._engine, self._adapter, sharded=self._settings.zero_stage == 3)
+        reference = self._reference_section
+        if reference.place == "learner" and self._needs_reference:
+            self._resident = ResidentReference(self._engine, every=reference.refresh_every, ema=reference.ema)
         if self._settings.packing:
             require_exact_packing(self._engine, self._model_section.dtype, self._device)
         log.info(
@@ -171,6 +176,8 @@ class DeepSpeedLearner:
             if skipped:
                 break
         metrics = tally.metrics(self._engine.all_sum, self._engine.all_max)
+        if self._resident is not None:
+            metrics["reference/version"] = float(self._resident.version)
         for loss in metrics.keys() & {"actor/pg_loss", "actor/kl_loss"}:
             metrics[loss] /= len(norms)
         metrics |= {
@@ -262,11 +269,16 @@ class DeepSpeedLearner:
         return samples, int(pairs)
 
     def _with_reference(self, samples: tuple[TrainSample, ...], share: RankStep) -> tuple[TrainSample, ...]:
-        """The samples with the base's log-probs, where those are the reference's; collective."""
-        if not (self._refer_to_base and self._needs_reference):
+        """The samples with the reference's log-probs, where that is in this process; collective."""
+        if not self._needs_reference or self._reference_section.place == "actors":
             return samples
-        assert self._adapter is not None
-        with self._adapter.off():
+        if self._resident is not None:
+            self._resident.follow(share.version)
+            reference = self._resident.held()
+        else:
+            assert self._adapter is not None
+            reference = self._adapter.off()
+        with reference:
             return self._with_logprobs("reference", samples, share)
 
     @torch.no_grad()

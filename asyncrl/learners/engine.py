@@ -130,6 +130,22 @@ class TrainingEngine:
         with deepspeed.zero.GatheredParameters(list(parameters)):
             yield
 
+    def local_parameters(self) -> list[Tensor]:
+        """This rank's own part of each parameter, as it lies in memory, in the model's order.
+
+        After writing to them, ``drop_gathered``.
+        """
+        parameters: list[Any] = list(self._engine.module.parameters())
+        if self._settings.zero_stage < 3:
+            return [p.detach() for p in parameters]
+        return [p.ds_tensor.detach() for p in parameters]
+
+    def drop_gathered(self) -> None:
+        """Have the next forward pass gather every parameter anew: ZeRO-3 keeps small ones whole."""
+        if self._settings.zero_stage == 3:
+            for parameter in self._engine.module.parameters():
+                parameter.partition(param_list=[parameter], has_been_updated=False)
+
     def all_sum(self, values: Tensor) -> None:
         """Sum over the ranks, in place; collective."""
         if self.world_size > 1:

@@ -10,8 +10,8 @@ import multiprocessing
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
+from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection, ReferenceSection
 from asyncrl.learners.base import RankStep, TrainSample
 from asyncrl.learners.deepspeed import DeepSpeedLearner
 from asyncrl.learners.layout import Layout
@@ -53,6 +53,8 @@ class Rank:
     lr: float = 1e-3
     dtype: str = "float32"
     packing: bool = False
+    reference: ReferenceSection = field(default_factory=ReferenceSection)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
 
 
 @contextmanager
@@ -68,7 +70,8 @@ def learner(at: Rank) -> Iterator[tuple[DeepSpeedLearner, Manifest]]:
             max_grad_norm=0.05,
             packing=at.packing,
         ),
-        algorithm=AlgorithmSection(),
+        algorithm=at.algorithm,
+        reference=at.reference,
         model_path=str(at.folder),
         temperature=TEMPERATURE,
         max_staleness=MAX_AGE,
@@ -105,6 +108,41 @@ def gradients(at: Rank, splits: list[tuple[int, int]]) -> list[tuple[list[int], 
             found.append(([len(rows) for rows in share.micro_batches], to_arrays(full)))
             # Takes the gradient away; a learning rate of 0 leaves the weights as they are.
             rank._engine.update(0.0)
+    return found
+
+
+@dataclass(frozen=True)
+class Referred:
+    """One step of a learner that holds its reference itself."""
+
+    reference: list[np.ndarray[Any, Any]]
+    """Log-probs of this rank's samples."""
+    kept: bool
+    """Whether the policy's parameters had their bits afterwards."""
+    policy: list[np.ndarray[Any, Any]]
+    """Log-probs of the policy before its update."""
+    metrics: dict[str, float]
+    checksum: str
+    """Of the parameters after it."""
+
+
+def steps_with_a_reference(at: Rank, steps: int) -> list[Referred]:
+    """Updates, each with a look at the reference before; and one that breaks while it is in place."""
+    found = []
+    with learner(at) as (rank, _):
+        for version in range(steps):
+            share = share_of(at, version)
+            policy = [s.proximal for s in rank._with_logprobs("proximal", share.samples, share)]
+            before = state_checksum(rank.named_parameters())
+            reference = [s.reference for s in rank._with_reference(share.samples, share)]
+            kept = state_checksum(rank.named_parameters()) == before
+            assert rank._resident is not None
+            with suppress(ZeroDivisionError), rank._resident.held():
+                raise ZeroDivisionError
+            kept = kept and state_checksum(rank.named_parameters()) == before
+            result = rank.step(share)
+            checksum = state_checksum(rank.named_parameters())
+            found.append(Referred(reference, kept, policy, result.metrics, checksum))
     return found
 
 
@@ -242,7 +280,11 @@ def run_ranks(job: Callable[..., Any], folder: Path, *, stage: int, ranks: int, 
     context.set_forkserver_preload([__name__])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    fields = {key: options.pop(key) for key in ("lr", "dtype", "packing") if key in options}
+    fields = {
+        key: options.pop(key)
+        for key in ("lr", "dtype", "packing", "reference", "algorithm")
+        if key in options
+    }
     with ProcessPoolExecutor(ranks, mp_context=context) as pool:
         futures = [
             pool.submit(job, Rank(folder, stage, rank, ranks, port, **fields), **options)

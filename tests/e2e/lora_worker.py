@@ -11,7 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from asyncrl.config import AlgorithmSection, LearnerSection, LoraSection, ModelSection
+from asyncrl.config import AlgorithmSection, LearnerSection, LoraSection, ModelSection, ReferenceSection
 from asyncrl.learners.deepspeed import DeepSpeedLearner
 from asyncrl.learners.lora import LoraAdapter
 from asyncrl.weight_sync.base import Manifest
@@ -47,7 +47,7 @@ def adapted(at: Rank) -> Iterator[tuple[DeepSpeedLearner, LoraAdapter, Manifest]
         master=("127.0.0.1", at.port),
         deterministic=True,
         length_norm=LENGTH_NORM,
-        refer_to_base=True,
+        reference=ReferenceSection(place="lora_base"),
     )
     try:
         manifest = rank.start().manifest

@@ -37,7 +37,7 @@ def test_a_run_with_an_adapter_learns_and_leaves_model_and_adapter(tmp_path: Pat
         "learner.micro_batch_tokens=512",
         "rollout={group_size: 8, groups_per_step: 4, max_new_tokens: 16}",
         "algorithm.kl=loss",
-        "reference.base_of_lora=true",
+        "reference.place=lora_base",
         "weight_sync={overlap: true, canary_every: 1}",
         "data.eval=null",
         name="lora",

@@ -147,28 +147,34 @@ def test_one_wrong_value(override: str, expected: str) -> None:
         ),
         (
             [
-                "reference.base_of_lora=true",
+                "reference.place=lora_base",
                 "learner.lora={}",
                 "reference.refresh_every=2",
                 "algorithm.kl=loss",
             ],
-            "reference.base_of_lora",
+            "reference.place",
             ["refresh_every 2", "never moves"],
         ),
-        (["reference.base_of_lora=true"], "reference.base_of_lora", ["learner.lora null"]),
+        (["reference.place=lora_base"], "reference.place", ["learner.lora null"]),
         (
-            ["reference.base_of_lora=true", "learner.lora={}", "reference.path=x"],
-            "reference.base_of_lora",
+            ["reference.place=learner", "learner.lora={}", "algorithm.kl=loss"],
+            "reference.place",
+            ["lora set", "lora_base"],
+        ),
+        (["reference.place=learner", "algorithm.kl=reward"], "reference.place", ["'learner'", "kl loss"]),
+        (
+            ["reference.place=lora_base", "learner.lora={}", "reference.path=x"],
+            "reference.place",
             ["'x'"],
         ),
         (
-            ["reference.base_of_lora=true", "learner.lora={}", "reference.dtype=bfloat16"],
-            "reference.base_of_lora",
+            ["reference.place=lora_base", "learner.lora={}", "reference.dtype=bfloat16"],
+            "reference.place",
             ["'bfloat16'", "model.dtype = 'float32'"],
         ),
         (
-            ["reference.base_of_lora=true", "learner.lora={}", "algorithm.kl=reward"],
-            "reference.base_of_lora",
+            ["reference.place=lora_base", "learner.lora={}", "algorithm.kl=reward"],
+            "reference.place",
             ["'reward'", "kl loss"],
         ),
         (["model.path=x"], "model", ["both", "'x'"]),
@@ -222,7 +228,7 @@ def test_a_reference_that_is_the_base_of_the_adapters_has_no_actors() -> None:
     config = parse_config(VALUES, ["algorithm.kl=loss", "learner.lora={}"])
     assert set(config.roles) == {"reference"}
     assert not parse_config(
-        VALUES, ["algorithm.kl=loss", "learner.lora={}", "reference.base_of_lora=true"]
+        VALUES, ["algorithm.kl=loss", "learner.lora={}", "reference.place=lora_base"]
     ).roles
 
 
