@@ -122,7 +122,7 @@ class TrainingEngine:
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Whole parameters inside the block; collective for ZeRO-3, nothing to do below."""
-        if self._settings.zero_stage < 3:
+        if self._settings.zero_stage < 3 or not parameters:
             yield
             return
         import deepspeed

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from asyncrl.errors import InvariantError
 from asyncrl.learners.base import LearnerRank, PushReport
+from asyncrl.learners.runs import adjacent_runs
 from asyncrl.weight_sync.base import Channel, PushGroupSpec, TensorSpec, plan_buckets
 from asyncrl.weight_sync.broadcast import PushGroup, as_weight_sync_error, connect_store, create_group
 
@@ -186,7 +187,6 @@ class ShardCopies:
         """Elements of this rank's part of each tensor, by bucket; [] where it has none."""
         self.flats: list[Tensor] = []
         self._shards = shards
-        self._parts: list[tuple[Tensor, ...]] = []
         self._stream: torch.cuda.Stream | None = None
         self._index = {bucket[0].name: i for i, bucket in enumerate(buckets)}
         for bucket in buckets:
@@ -197,7 +197,6 @@ class ShardCopies:
             flat = torch.empty(sum(sizes), dtype=getattr(torch, bucket[0].dtype), device=self.device).zero_()
             self.sizes.append(sizes)
             self.flats.append(flat)
-            self._parts.append(torch.split(flat, sizes) if sizes else ())
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
@@ -206,13 +205,24 @@ class ShardCopies:
         """Overwrite the copies with the parameters of now; seconds, the device's work included."""
         start = time.perf_counter()
         self.version = None  # of neither version, should it fail half-way
-        for bucket, parts in zip(self.buckets, self._parts, strict=True):
-            if parts:
-                torch._foreach_copy_(parts, self._shards(bucket))
+        for bucket, sizes, flat in zip(self.buckets, self.sizes, self.flats, strict=True):
+            if sizes:
+                self._copy(bucket, sizes, flat)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.version = version
         return time.perf_counter() - start
+
+    def _copy(self, bucket: Bucket, sizes: list[int], flat: Tensor) -> None:
+        found = self._shards(bucket)
+        if [shard.numel() for shard in found] != sizes:
+            raise InvariantError(
+                f"the shards of the bucket of {bucket[0].name!r} have {[s.numel() for s in found]} elements, "
+                f"the copies were made for {sizes}: make a new sender when the shards change"
+            )
+        # Not tensor by tensor: beside one copy of many MiB, the small ones of a model cost several percent.
+        runs = adjacent_runs(found)
+        torch._foreach_copy_(flat.split([run.numel() for run in runs]), runs)
 
     def whole(self, bucket: Bucket) -> Tensor:
         """The bucket of a rank that holds whole tensors: the copy itself."""

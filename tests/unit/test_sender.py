@@ -80,6 +80,78 @@ def test_gathered_buckets_are_those_of_the_copied_weights(ranks: int, bucket_byt
             group.close()
 
 
+class FlatWeights:
+    """Whole tensors as ZeRO 1 and 2 keep them: views of one buffer, which may move."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.move()
+
+    def move(self, names: tuple[str, ...] = ()) -> None:
+        """To new memory, ``names`` each to its own; the old is overwritten."""
+        old = list(self.tensors.values())
+        size = sum(s.numel for s in FLAT)
+        views = torch.empty(size).split([s.numel for s in FLAT])
+        self.tensors = {
+            s.name: torch.empty(s.numel) if s.name in names else view
+            for s, view in zip(FLAT, views, strict=True)
+        }
+        for tensor in old:
+            tensor.fill_(float("nan"))
+
+    def set(self, seed: int) -> Tensor:
+        expected = torch.randn(sum(s.numel for s in FLAT), generator=torch.Generator().manual_seed(seed))
+        for tensor, values in zip(
+            self.tensors.values(), expected.split([s.numel for s in FLAT]), strict=True
+        ):
+            tensor.copy_(values)
+        return expected
+
+    def shards(self, bucket) -> list[Tensor]:
+        return [self.tensors[spec.name] for spec in bucket]
+
+
+FLAT = tuple(TensorSpec(f"{i}", (size,), "float32") for i, size in enumerate((7, 1, 30, 12, 25)))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 150, 1 << 20])
+def test_weights_that_move_between_two_pushes_are_found_where_they_are(bucket_bytes: int) -> None:
+    buckets = plan_buckets(FLAT, bucket_bytes)
+    weights = FlatWeights()
+    copies = ShardCopies(buckets, weights.shards)
+    addresses = [flat.data_ptr() for flat in copies.flats]
+    for version, moved in enumerate([None, (), ("1",), ("0", "4"), ()]):
+        if moved is not None:
+            weights.move(moved)
+        expected = weights.set(version)
+        copies.take(version)
+        assert torch.equal(torch.cat([copies.whole(bucket) for bucket in buckets]), expected)
+        weights.set(99)
+        assert torch.equal(torch.cat([copies.whole(bucket) for bucket in buckets]), expected)
+    assert [flat.data_ptr() for flat in copies.flats] == addresses
+
+
+def test_weights_are_converted_to_the_dtype_that_travels() -> None:
+    manifest = tuple(replace(spec, dtype="bfloat16") for spec in FLAT)
+    weights = FlatWeights()
+    expected = weights.set(0)
+    (bucket,) = buckets = plan_buckets(manifest, 1 << 20)
+    copies = ShardCopies(buckets, weights.shards)
+    copies.take(0)
+    assert torch.equal(copies.whole(bucket), expected.bfloat16())
+
+
+def test_shards_of_other_sizes_are_refused() -> None:
+    weights = FlatWeights()
+    copies = ShardCopies(plan_buckets(FLAT, 1 << 20), weights.shards)
+    weights.tensors |= {"0": torch.zeros(8), "2": torch.zeros(29)}
+    with pytest.raises(
+        InvariantError, match=r"\[8, 1, 29, 12, 25\] elements.* made for \[7, 1, 30, 12, 25\]"
+    ):
+        copies.take(0)
+    assert copies.version is None
+
+
 def test_only_the_version_that_was_copied_out_can_be_sent() -> None:
     weights = ShardedWeights(0, 1)
     buckets = plan_buckets(MANIFEST, 1 << 20)

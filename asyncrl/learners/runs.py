@@ -1,0 +1,45 @@
+"""Flat tensors that lie next to one another in memory, as one: what DeepSpeed keeps in flat buffers.
+
+Invariants:
+- A run holds the elements of the tensors behind it, all of them, in their order, without a copy.
+- Nothing is remembered from one call to the next: tensors that have moved make other runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def adjacent_runs(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """``tensors``, (N,) each, as few views (M,): one of all those that follow each other without a gap.
+
+    Tensors of different storages or dtypes stay apart. Empty ones are left out.
+    """
+    runs: list[Tensor] = []
+    first: Tensor | None = None
+    count = end = storage = 0  # of the run that begins with ``first``: elements, address behind it, storage
+    for tensor in tensors:
+        numel, begin = tensor.numel(), tensor.data_ptr()
+        if numel == 0:
+            continue
+        # Neighbours by accident would be two storages, of which no view reaches into the other.
+        own = tensor.untyped_storage().data_ptr()
+        dense = numel == 1 or tensor.stride(0) == 1
+        if first is not None and dense and (begin, own, tensor.dtype) == (end, storage, first.dtype):
+            count += numel
+        else:
+            if first is not None:
+                runs.append(_widened(first, count))
+            first, count, storage = tensor, numel, own
+        # No tensor begins at 0: nothing joins one with gaps.
+        end = begin + numel * tensor.itemsize if dense else 0
+    if first is not None:
+        runs.append(_widened(first, count))
+    return runs
+
+
+def _widened(first: Tensor, count: int) -> Tensor:
+    """``first``, and what follows it in its storage, up to ``count`` elements."""
+    return first if first.numel() == count else first.as_strided((count,), (1,))
