@@ -1,6 +1,6 @@
 """Every preset on the quickstart's task, synchronous and overlapped: eval reward before and after.
 
-    python benchmarks/presets.py [--only grpo rloo ...] [--steps 150] [--folder FOLDER] [key.sub=value ...]
+    python benchmarks/presets.py [--only grpo rloo ...] [--steps 60] [--folder FOLDER] [key.sub=value ...]
 
 Writes benchmarks/presets.json and docs/presets.md after every run, and starts no run that is in the JSON
 file with the same settings: a sweep that was stopped goes on where it was. A preset that this version
@@ -63,7 +63,7 @@ def measure(preset: str, depth: int, bound: int, settings: list[str], folder: Pa
     # The time is in the name, so that what an interrupted run left behind is in nobody's way.
     name = f"{preset}-d{depth}-s{bound}-{time.time_ns() // 10**6}"
     command = [sys.executable, "-m", "asyncrl.cli", "train", "--config", str(CONFIG), *settings]
-    command += [f"run.dir={folder}", f"run.name={name}", "log.rollouts_every=0", "log.trackers=[]"]
+    command += [f"run.dir={folder}", f"run.name={name}", "log.rollouts_every=0", "log.trackers=[]", "eval.every=30"]
     subprocess.run(command, check=True)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     evaluations = [line for line in lines if "eval/reward_mean" in line]
@@ -118,7 +118,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=list(PRESETS), default=list(PRESETS), metavar="PRESET")
-    parser.add_argument("--steps", type=int, default=150, help="updates of each run (default 150)")
+    parser.add_argument("--steps", type=int, default=60, help="updates of each run (default 60)")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where the runs go (default runs)")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "presets.json")
     parser.add_argument("--markdown", type=Path, default=ROOT / "docs" / "presets.md")
