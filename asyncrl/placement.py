@@ -17,6 +17,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import PlacementError
+from asyncrl.inherited import set_inherited
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +49,7 @@ def open_session(config: Config) -> Placement:
     import ray
 
     address = config.placement.address
-    # Workers inherit these: no usage reports, no bars between the lines of the log.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Ray runs workers at niceness 15: beside anything else on the machine they would starve.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    set_inherited()
     if address is None:
         # Says at each start that authentication is on, as it should be.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)

@@ -63,7 +63,13 @@ def measure(preset: str, depth: int, bound: int, settings: list[str], folder: Pa
     # The time is in the name, so that what an interrupted run left behind is in nobody's way.
     name = f"{preset}-d{depth}-s{bound}-{time.time_ns() // 10**6}"
     command = [sys.executable, "-m", "asyncrl.cli", "train", "--config", str(CONFIG), *settings]
-    command += [f"run.dir={folder}", f"run.name={name}", "log.rollouts_every=0", "log.trackers=[]", "eval.every=30"]
+    command += [
+        f"run.dir={folder}",
+        f"run.name={name}",
+        "log.rollouts_every=0",
+        "log.trackers=[]",
+        "eval.every=30",
+    ]
     subprocess.run(command, check=True)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     evaluations = [line for line in lines if "eval/reward_mean" in line]

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
+from asyncrl.inherited import set_inherited
 from asyncrl.learners.base import RankStep, TrainSample
 from asyncrl.types import Trajectory
 from asyncrl.weight_sync.base import PushGroupSpec, plan_buckets
@@ -88,6 +89,7 @@ def main() -> int:
     parser.add_argument("--bucket-mb", type=float, default=8.0, help="weight_sync.bucket_mb")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
+    set_inherited()
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder, args.hidden, args.layers)
         results = [measure(folder, stage, ranks, args.pushes, args.bucket_mb) for stage, ranks in SETTINGS]

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -38,6 +39,19 @@ def adjacent_runs(tensors: Sequence[Tensor]) -> list[Tensor]:
     if first is not None:
         runs.append(_widened(first, count))
     return runs
+
+
+def copy_run(target: Tensor, source: Tensor) -> None:
+    """target <- source, (N,) each; by the C library where that is all of it.
+
+    Unlike torch's own, its copy of a large run goes past the cache (see ``inherited``), which has no use for
+    bytes that wait to be sent: it takes two thirds of the time.
+    """
+    in_memory = target.device.type == source.device.type == "cpu"
+    if in_memory and target.dtype == source.dtype and source.is_contiguous() and target.is_contiguous():
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel() * target.itemsize)
+    else:
+        target.copy_(source)
 
 
 def _widened(first: Tensor, count: int) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from asyncrl.errors import InvariantError
 from asyncrl.learners.base import LearnerRank, PushReport
-from asyncrl.learners.runs import adjacent_runs
+from asyncrl.learners.runs import adjacent_runs, copy_run
 from asyncrl.weight_sync.base import Channel, PushGroupSpec, TensorSpec, plan_buckets
 from asyncrl.weight_sync.broadcast import PushGroup, as_weight_sync_error, connect_store, create_group
 
@@ -220,9 +220,9 @@ class ShardCopies:
                 f"the shards of the bucket of {bucket[0].name!r} have {[s.numel() for s in found]} elements, "
                 f"the copies were made for {sizes}: make a new sender when the shards change"
             )
-        # Not tensor by tensor: beside one copy of many MiB, the small ones of a model cost several percent.
         runs = adjacent_runs(found)
-        torch._foreach_copy_(flat.split([run.numel() for run in runs]), runs)
+        for target, run in zip(flat.split([run.numel() for run in runs]), runs, strict=True):
+            copy_run(target, run)
 
     def whole(self, bucket: Bucket) -> Tensor:
         """The bucket of a rank that holds whole tensors: the copy itself."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.learners.runs import adjacent_runs
+from asyncrl.learners.runs import adjacent_runs, copy_run
 
 BUFFERS = 3
 LENGTH = 64
@@ -78,3 +78,12 @@ def test_storages_that_happen_to_be_neighbours_stay_apart() -> None:
     first, second = (torch.frombuffer(memory, dtype=torch.float32, count=4, offset=at) for at in (0, 16))
     assert first.data_ptr() + first.nbytes == second.data_ptr()
     assert [run.numel() for run in adjacent_runs([first, second])] == [4, 4]
+
+
+@given(places, st.sampled_from(DTYPES))
+def test_runs_are_copied_whatever_they_are_copied_into(places: list[tuple], dtype: torch.dtype) -> None:
+    for run in adjacent_runs(laid_out(places)):
+        target = torch.zeros(run.numel() + 1, dtype=dtype)
+        copy_run(target[:-1], run)
+        assert torch.equal(target[:-1].view(torch.uint8), run.to(dtype).contiguous().view(torch.uint8))
+        assert target[-1] == 0
