@@ -6,9 +6,9 @@
 
 Each run is the quickstart's task with 64 samples a step, another depth, correction and seed. A run that ended
 is not run again, so that this can be stopped at any time and goes on where it was; one that was stopped
-half-way starts anew. The report is a table (docs/staleness-table.md), all figures (docs/staleness.json) and a picture
-(docs/images/staleness.png): reward on held-out questions after the last step, mean and standard deviation
-over the seeds, beside the lag that the trained tokens really had.
+half-way starts anew. The report is a table (docs/staleness-table.md), all figures (docs/staleness.json) and a
+picture (docs/images/staleness.png): reward on held-out questions after the last step, mean and standard
+deviation over the seeds, beside the lag that the trained tokens really had.
 
 All of it, 45 runs of 80 steps, one on each core, takes about 40 minutes on 2 quiet CPU cores.
 """

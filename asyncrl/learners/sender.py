@@ -221,7 +221,7 @@ class ShardCopies:
                 f"the copies were made for {sizes}: make a new sender when the shards change"
             )
         runs = adjacent_runs(found)
-        for target, run in zip(flat.split([run.numel() for run in runs]), runs, strict=True):
+        for target, run in zip(torch.split(flat, [run.numel() for run in runs]), runs, strict=True):
             copy_run(target, run)
 
     def whole(self, bucket: Bucket) -> Tensor:
