@@ -19,23 +19,24 @@ def adjacent_runs(tensors: Sequence[Tensor]) -> list[Tensor]:
     Tensors of different storages or dtypes stay apart. Empty ones are left out.
     """
     runs: list[Tensor] = []
-    first: Tensor | None = None
-    count = end = storage = 0  # of the run that begins with ``first``: elements, address behind it, storage
+    first: Tensor | None = None  # of the run that grows
+    count = end = limit = 0  # its elements, and the addresses behind it and behind its storage
     for tensor in tensors:
         numel, begin = tensor.numel(), tensor.data_ptr()
         if numel == 0:
             continue
-        # Neighbours by accident would be two storages, of which no view reaches into the other.
-        own = tensor.untyped_storage().data_ptr()
         dense = numel == 1 or tensor.stride(0) == 1
-        if first is not None and dense and (begin, own, tensor.dtype) == (end, storage, first.dtype):
+        behind = begin + numel * tensor.itemsize
+        # A neighbour beyond the limit is there by accident: no view reaches from one storage into another.
+        if first is not None and dense and begin == end and behind <= limit and tensor.dtype == first.dtype:
             count += numel
         else:
             if first is not None:
                 runs.append(_widened(first, count))
-            first, count, storage = tensor, numel, own
+            storage = tensor.untyped_storage()
+            first, count, limit = tensor, numel, storage.data_ptr() + storage.nbytes()
         # No tensor begins at 0: nothing joins one with gaps.
-        end = begin + numel * tensor.itemsize if dense else 0
+        end = behind if dense else 0
     if first is not None:
         runs.append(_widened(first, count))
     return runs

@@ -206,7 +206,7 @@ class ShardCopies:
         start = time.perf_counter()
         self.version = None  # of neither version, should it fail half-way
         for bucket, sizes, flat in zip(self.buckets, self.sizes, self.flats, strict=True):
-            if sizes:
+            if flat.numel():
                 self._copy(bucket, sizes, flat)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

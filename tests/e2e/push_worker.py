@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.learners.deepspeed import DeepSpeedLearner
+from asyncrl.learners.runs import adjacent_runs
 from asyncrl.learners.sender import PushSender
 from asyncrl.weight_sync.base import Manifest, PushGroupSpec, plan_buckets
 from asyncrl.weight_sync.broadcast import PushGroup, create_store
@@ -81,6 +82,7 @@ def push_beside_updates(at: Rank, updates: int) -> dict[str, Any]:
         pushes.open()
         held, sent, addresses, sizes = [], [], set(), []
         rank.step(share_of(at, 0))
+        shards = [rank.shards(bucket) for bucket in plan_buckets(manifest, BUCKET_BYTES)]
         for version in range(1, updates + 1):
             held.append(rank.checksum())
             sender.copy_out(version)
@@ -93,7 +95,14 @@ def push_beside_updates(at: Rank, updates: int) -> dict[str, Any]:
             addresses.add(tuple(flat.data_ptr() for flat in sender._copies.flats))
             sizes.append(sum(flat.numel() for flat in sender._copies.flats))
         sender.close()
-        return {"held": held, "sent": sent, "allocations": len(addresses), "copied": sizes[0]}
+        return {
+            "held": held,
+            "sent": sent,
+            "allocations": len(addresses),
+            "copied": sizes[0],
+            "tensors": [len(found) for found in shards],
+            "runs": [len(adjacent_runs(found)) for found in shards],
+        }
 
 
 def push_to_a_receiver_that_dies(at: Rank, overlap: bool) -> dict[str, Any]:
