@@ -14,8 +14,8 @@ _VARIABLES = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     # Ray runs workers at niceness 15: beside anything else on the machine they would starve.
     "RAY_worker_niceness": "0",
-    # From 1 MiB on, glibc's memcpy writes past the cache, which makes copies of weights half as fast again. Left
-    # to itself it waits for three quarters of all the cache that it believes to have.
+    # From 1 MiB on, glibc's memcpy writes past the cache, which makes copies of weights half as fast again.
+    # Left to itself it waits for three quarters of all the cache that it believes to have.
     "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000",
 }
 
