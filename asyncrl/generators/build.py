@@ -33,6 +33,13 @@ class PoolScorer:
         return Score(score.total, score.parts)
 
 
+class NoFunctions:
+    """The ``Scorer`` of a run without functions: a sum of nothing, to which a reward model adds its score."""
+
+    async def score(self, task: Task, completion: str, result: RolloutResult) -> Score:
+        return Score(0.0)
+
+
 async def build_host(
     config: Config,
     model_path: str,
@@ -45,26 +52,37 @@ async def build_host(
     Reward functions are looked up from ``folder``. ``cores`` are those that reward workers may use;
     the engine itself may be pinned to fewer, ``engine_cores``.
     """
-    rewards = RewardPool(
-        config.reward.functions,
-        workers=config.reward.workers,
-        timeout_s=config.reward.timeout_s,
-        folder=folder,
-        cores=cores,
-    )
+    rewards = _reward_pool(config, folder, cores)
     engine = _engine(config, model_path, engine_cores)
-    tokenizer, _, _ = await asyncio.gather(
-        asyncio.to_thread(_tokenizer, config, model_path), engine.start(), rewards.start()
+    tokenizer, *_ = await asyncio.gather(
+        asyncio.to_thread(_tokenizer, config, model_path), engine.start(), *(pool.start() for pool in rewards)
     )
+    scorer = PoolScorer(rewards[0]) if rewards else NoFunctions()
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
     async def close() -> None:
-        await asyncio.gather(engine.close(), rewards.close())
+        await asyncio.gather(engine.close(), *(pool.close() for pool in rewards))
 
-    host = RolloutHost(engine, PoolScorer(rewards), decode, mask_truncated=config.algorithm.mask_truncated)
+    host = RolloutHost(engine, scorer, decode, mask_truncated=config.algorithm.mask_truncated)
     return host, close
+
+
+def _reward_pool(config: Config, folder: Path, cores: Sequence[int]) -> list[RewardPool]:
+    """The workers of the reward functions; none where there are no functions."""
+    if not config.reward.functions:
+        return []
+    return [
+        RewardPool(
+            config.reward.functions,
+            workers=config.reward.workers,
+            timeout_s=config.reward.timeout_s,
+            folder=folder,
+            cores=cores,
+            alone=config.reward_model is None,
+        )
+    ]
 
 
 def _engine(config: Config, model_path: str, engine_cores: tuple[int, ...] | None) -> Generator:

@@ -237,9 +237,9 @@ def test_all_errors_come_at_once() -> None:
 
 def test_missing_blocks_are_named() -> None:
     lines = errors(values={"run": {"steps": 3}})
-    assert lines == [
-        f"{key}: found nothing; expected this key to be set" for key in ("model", "data", "reward")
-    ]
+    assert lines == [f"{key}: found nothing; expected this key to be set" for key in ("model", "data")]
+    (line,) = errors(values={key: VALUES[key] for key in ("model", "data")})
+    assert line.startswith("reward.functions: found 0 entries; expected at least 1, or a reward_model")
 
 
 @pytest.mark.parametrize(
