@@ -219,7 +219,7 @@ class RolloutSection(Section):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end an answer; they are part of it."""
     deadline_s: PositiveFloat = 300.0
-    """Seconds that one group may take, from its request to its last reward."""
+    """Seconds that one group may take, from its request to the last reward of a function."""
     min_group: PositiveInt = 2
     """Fewest surviving samples that a group may train with when ``reward.on_error`` is drop."""
     max_attempts: PositiveInt = 3
@@ -256,7 +256,8 @@ class RewardSection(Section):
     """Seconds that scoring one answer may take (each async function: that it may take) before the
     process that does it is killed and replaced."""
     on_error: Literal["fail", "drop"] = "fail"
-    """``fail``: the whole group fails, counted. ``drop``: that sample alone. Never 0.0."""
+    """Of a reward that cannot be had. ``fail``: the whole group fails, counted. ``drop``: that sample alone.
+    Never 0.0."""
     workers: PositiveInt = 1
     """Worker processes beside each generator."""
 
@@ -354,7 +355,7 @@ class AlgorithmSection(Section):
     """Shaped rewards less their mean and over their deviation, before the group's baseline: those of the
     step's samples, or of all samples that were trained on so far."""
     objectives: Literal["sum", "normalised"] = "sum"
-    """Several reward functions: their weighted sum is the reward, or grpo's advantage is taken of each by
+    """Several rewards: their weighted sum is the reward, or grpo's advantage is taken of each by
     itself and these are summed by weight (GDPO). Penalties for length are one more, of weight 1."""
     length_penalty: NonNegativeFloat = 0.0
     """Taken off the reward of an answer of rollout.max_new_tokens; off a shorter one in proportion."""

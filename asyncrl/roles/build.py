@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from asyncrl.config import REWARD_MODEL, Config, RoleSection
 from asyncrl.hub import model_place
 from asyncrl.roles.actor import BuildWorker, RayRoleMember
-from asyncrl.roles.base import RoleWorker, ScoringWorker
+from asyncrl.roles.base import RoleWorker, ScoringMember, ScoringWorker
 from asyncrl.roles.group import MemberGroup, RoleGroup
 from asyncrl.roles.moving import MovingReference
 from asyncrl.roles.reward_group import RewardModelGroup
@@ -55,7 +55,7 @@ def build_reward_model(config: Config, model_path: str, placement: Placement) ->
         return None
     settings = reward_model_settings(config, model_path)
     make = _maker(REWARD_MODEL, section, partial(make_reward_model, settings), placement)
-    group = MemberGroup(
+    group: MemberGroup[ScoringMember] = MemberGroup(
         REWARD_MODEL,
         [make(name) for name in _names(REWARD_MODEL, section)],
         restart=make,

@@ -97,20 +97,18 @@ def test_a_score_is_one_more_part_of_the_reward_by_its_weight() -> None:
 
 
 def test_it_is_clipped_and_normalised_as_a_function_is() -> None:
-    metas = [item.meta for item in outcome_of(ScriptedScoringMember()).learner.batches[0].items]
-    (clipped,) = {
-        CreditAssignment(config(MODEL, "algorithm.reward_clip=[0.0,0.25]")).rewards(m) for m in metas[:1]
-    }
-    assert clipped == tuple(min(r, 0.25) for r in metas[0].rewards)
-    overrides = (MODEL, "algorithm.objectives=normalised", "reward.functions=[{path: a.py:right, weight: 2}]")
-    (weighed, _) = CreditAssignment(config(*overrides)).advantages(metas)
-    # Both functions differ within a group of two by +-1 once normalised: the signs and the weights are left.
-    rights = [t.rewards["right"] for t in metas[0].trajectories]
-    expected = [
-        2.0 * (r - np.mean(rights)) * 2 + 0.5 * (2 * t.sample - 1)
-        for r, t in zip(rights, metas[0].trajectories, strict=True)
-    ]
-    assert np.sign(weighed) == pytest.approx(np.sign(expected))
+    group, _ = with_scores(a_group([1.0, 0.0]), [10.0, -10.0], 0.5)
+    meta = group_meta(group, encode_group(group))
+    assert CreditAssignment(config(MODEL)).rewards(meta) == (6.0, -5.0)
+    assert CreditAssignment(config(MODEL, "algorithm.reward_clip=[-1.0,2.0]")).rewards(meta) == (2.0, -1.0)
+
+    # One within a group of two, each reward is +1 or -1 once normalised: the weights alone are left.
+    opposed, _ = with_scores(a_group([0.0, 1.0]), [10.0, -10.0], 0.5)
+    metas = [meta, group_meta(opposed, encode_group(opposed))]
+    overrides = (MODEL, "algorithm.objectives=normalised", "reward.functions=[{path: a.py:f, weight: 2}]")
+    agreeing, against = CreditAssignment(config(*overrides)).advantages(metas)
+    assert agreeing[0] / against[1] == pytest.approx((2.0 + 0.5) / (2.0 - 0.5), rel=1e-4)
+    assert agreeing == pytest.approx([agreeing[0], -agreeing[0]])
 
 
 def nan_for(ordinal: int, sample: int, value: float = math.nan) -> Callable[[Group], list[float]]:
