@@ -21,6 +21,12 @@ class PoolScorer:
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
 
+    async def start(self) -> None:
+        await self._pool.start()
+
+    async def close(self) -> None:
+        await self._pool.close()
+
     async def score(self, task: Task, completion: str, result: RolloutResult) -> Score:
         score = await self._pool.score(
             task.row,
@@ -35,6 +41,10 @@ class PoolScorer:
 
 class NoFunctions:
     """The ``Scorer`` of a run without functions: a sum of nothing, to which a reward model adds its score."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
 
     async def score(self, task: Task, completion: str, result: RolloutResult) -> Score:
         return Score(0.0)
@@ -52,37 +62,34 @@ async def build_host(
     Reward functions are looked up from ``folder``. ``cores`` are those that reward workers may use;
     the engine itself may be pinned to fewer, ``engine_cores``.
     """
-    rewards = _reward_pool(config, folder, cores)
+    scorer = _scorer(config, folder, cores)
     engine = _engine(config, model_path, engine_cores)
-    tokenizer, *_ = await asyncio.gather(
-        asyncio.to_thread(_tokenizer, config, model_path), engine.start(), *(pool.start() for pool in rewards)
+    tokenizer, _, _ = await asyncio.gather(
+        asyncio.to_thread(_tokenizer, config, model_path), engine.start(), scorer.start()
     )
-    scorer = PoolScorer(rewards[0]) if rewards else NoFunctions()
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
     async def close() -> None:
-        await asyncio.gather(engine.close(), *(pool.close() for pool in rewards))
+        await asyncio.gather(engine.close(), scorer.close())
 
     host = RolloutHost(engine, scorer, decode, mask_truncated=config.algorithm.mask_truncated)
     return host, close
 
 
-def _reward_pool(config: Config, folder: Path, cores: Sequence[int]) -> list[RewardPool]:
-    """The workers of the reward functions; none where there are no functions."""
+def _scorer(config: Config, folder: Path, cores: Sequence[int]) -> PoolScorer | NoFunctions:
     if not config.reward.functions:
-        return []
-    return [
-        RewardPool(
-            config.reward.functions,
-            workers=config.reward.workers,
-            timeout_s=config.reward.timeout_s,
-            folder=folder,
-            cores=cores,
-            alone=config.reward_model is None,
-        )
-    ]
+        return NoFunctions()
+    pool = RewardPool(
+        config.reward.functions,
+        workers=config.reward.workers,
+        timeout_s=config.reward.timeout_s,
+        folder=folder,
+        cores=cores,
+        alone=config.reward_model is None,
+    )
+    return PoolScorer(pool)
 
 
 def _engine(config: Config, model_path: str, engine_cores: tuple[int, ...] | None) -> Generator:
