@@ -64,7 +64,8 @@ class AnswerEncoder:
         text = self._text(task, answer)
         # A chat template writes its special tokens itself.
         special = not self.chat
-        ids = tuple(self._own(text, add_special_tokens=special)["input_ids"])
+        # Not verbose: it would warn of a length that is dealt with below.
+        ids = tuple(self._own(text, add_special_tokens=special, verbose=False)["input_ids"])
         if self._limit is None or len(ids) <= self._limit:
             return EncodedAnswer(ids, False)
         # By the tokenizer, which keeps the special tokens around what is left.

@@ -271,5 +271,5 @@ def test_the_limit_is_the_models_unless_a_lower_one_is_asked_for(tmp_path: Path)
     path = saved(llama(), tmp_path)
     long = [group(0, "x" * 70, ["1", "22"])]
     assert started(path).rate(long).cut == 2  # of 64 positions
-    assert started(path, max_tokens=8).rate(GROUPS).cut == 6
+    assert started(path, max_tokens=8).rate(GROUPS).cut == 5  # all but "3+4=7"
     assert started(path, max_tokens=1000).rate(long).cut == 2
