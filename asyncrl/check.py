@@ -10,13 +10,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.algorithms.names import is_path
 from asyncrl.config import Config
@@ -25,7 +24,7 @@ from asyncrl.data.prompts import load_prompts
 from asyncrl.data.sources import Row, Rows, open_source
 from asyncrl.data.templates import plain_text, prompt_key, prompt_messages
 from asyncrl.errors import ConfigError, DataError, DeadlineError, PlacementError, RewardError, UsageError
-from asyncrl.hub import endpoint, hub_is_offline
+from asyncrl.model_files import ModelFiles
 from asyncrl.plan import ModelFacts, Plan, SampleScore
 from asyncrl.rewards.pool import RewardPool
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 _FIRST_ROWS = 2000
 # What a right completion is taken from, where the row has one, so that the score says something.
 _ANSWER_KEYS = ("solution", "answer")
-_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 def validate(config: Config, folder: Path | None = None) -> Plan:
@@ -52,13 +50,14 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
     require_lora(config)
     require_folder(config)
     require_algorithm(config, folder)
-    model = _Model(config, folder)
-    # Either can be on the hub or mistaken, and to hear of both at once saves a round.
+    model, reward_model = _Model(config, folder), _RewardModel(config, folder)
+    # Each can be on the hub or mistaken, and to hear of all at once saves rounds.
     findings: list[UsageError] = []
-    try:
-        model.require_lengths()
-    except ConfigError as error:
-        findings.append(error)
+    for require in (model.require_lengths, reward_model.require_kind):
+        try:
+            require()
+        except ConfigError as error:
+            findings.append(error)
     try:
         row, prompt = _first_row(config, folder)
     except (ConfigError, DataError) as error:
@@ -67,7 +66,9 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
         raise findings[0]
     if findings:
         raise UsageError("\n".join(map(str, findings)))
-    score = asyncio.run(_score_row(config, model, folder, row, prompt))
+    has_functions = bool(config.reward.functions)
+    score = asyncio.run(_score_row(config, model, folder, row, prompt)) if has_functions else None
+    reward_model.require_template()
     prompts = load_prompts(config, model.tokenizer, folder)
     return Plan(config, model.facts(), prompts, score)
 
@@ -152,12 +153,39 @@ def require_algorithm(config: Config, folder: Path) -> None:
         policy_loss(algorithm.loss, folder)
 
 
+class _RewardModel:
+    """The files of the reward model, if there is one."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._section = config.reward_model
+        if self._section is not None:
+            trusts = config.model.trust_remote_code
+            self._files = ModelFiles(
+                self._section.path, folder, "reward_model.path", trust_remote_code=trusts
+            )
+
+    def require_kind(self) -> None:
+        """Raise ConfigError if it is no sequence classifier of one label."""
+        if self._section is not None:
+            self._files.require_scores()
+
+    def require_template(self) -> None:
+        """Raise ConfigError if its tokenizer cannot be loaded, or lacks the template that it is to have."""
+        if self._section is not None:
+            from asyncrl.roles.reward_text import uses_chat
+
+            uses_chat(self._files.tokenizer, self._section.template)
+
+
 class _Model:
     """The model's files, read when they are needed."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._config = config
-        self._folder = folder
+        section = config.model
+        self._files = ModelFiles(
+            str(section.path), folder, "model.path", trust_remote_code=section.trust_remote_code
+        )
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -167,45 +195,13 @@ class _Model:
             from asyncrl.models.tokenizer import character_tokenizer
 
             return character_tokenizer(section.create.max_positions)
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                self._place, trust_remote_code=section.trust_remote_code
-            )
-        except Exception as error:
-            # The library raises whatever its parsers do.
-            raise ConfigError(
-                f"model.path: the tokenizer in {section.path} cannot be loaded: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        tokenizer = self._files.tokenizer
         if tokenizer.eos_token_id is None:
             raise ConfigError(
                 f"model.path: the tokenizer in {section.path} has no EOS token, so no answer would ever end; "
                 "expected eos_token in its tokenizer_config.json"
             )
         return tokenizer
-
-    @cached_property
-    def settings(self) -> Mapping[str, Any]:
-        """config.json. Raises ConfigError if it is missing or not a causal language model's."""
-        path = self._config.model.path
-        file = self._local / "config.json" if self._local is not None else _hub_file(str(path), "config.json")
-        try:
-            settings = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(
-                f"model.path: found no config.json in {path}; expected a Hugging Face folder"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path: {file} cannot be read: {error}") from error
-        architecture = _architecture(settings)
-        if not architecture.endswith(("ForCausalLM", "LMHeadModel")):
-            raise ConfigError(
-                f"model.path: found the architecture {architecture or '(none)'} in {path}; expected a causal "
-                "language model (...ForCausalLM)"
-            )
-        return settings  # type: ignore[no-any-return]
 
     def facts(self) -> ModelFacts:
         template = self._config.data.template
@@ -216,40 +212,25 @@ class _Model:
             source = f"made on first use, {shape}"
             return ModelFacts(source, "LlamaForCausalLM", create.max_positions, len(self.tokenizer), chat)
         return ModelFacts(
-            str(self._config.model.path),
-            _architecture(self.settings),
-            _positions(self.settings),
+            self._files.path,
+            self._files.architecture,
+            self._files.positions,
             len(self.tokenizer),
             chat,
         )
 
     def require_lengths(self) -> None:
-        """Raise ConfigError if the longest sequence does not fit the model's positions."""
+        """Raise ConfigError if it is no causal model, or the longest sequence does not fit its positions."""
         if self._config.model.create is not None:
             return  # checked with the config
-        positions = _positions(self.settings)
+        self._files.require_causal()
+        positions = self._files.positions
         if positions is None:
             return
         name = f"the positions of {self._config.model.path}"
         problems = length_problems(self._config, positions, name)
         if problems:
             raise ConfigError("\n".join(problems))
-
-    @cached_property
-    def _local(self) -> Path | None:
-        """The model's folder; None for a name on the hub."""
-        path = str(self._config.model.path)
-        place = self._folder / path
-        if place.is_dir():
-            return place
-        if place.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
-            state = "a file" if place.exists() else "no such folder"
-            raise ConfigError(f"model.path: found {state} at {place}; expected a Hugging Face folder")
-        return None
-
-    @property
-    def _place(self) -> str:
-        return str(self._local if self._local is not None else self._config.model.path)
 
 
 def _first_row(config: Config, folder: Path) -> tuple[Row, str]:
@@ -286,40 +267,6 @@ async def _score_row(config: Config, model: _Model, folder: Path, row: Row, prom
     finally:
         await pool.close()
     return SampleScore(completion, score.total, score.parts)
-
-
-def _hub_file(name: str, file: str) -> Path:
-    """A file of a model on the hub, or in its local cache. Raises ConfigError if it is in neither."""
-    offline = hub_is_offline()
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(name, file, local_files_only=offline))
-    except Exception as error:
-        # No such name, no access, not in the cache: the library has a kind of its own for each.
-        if offline:
-            raise ConfigError(
-                f"model.path: found neither a folder {name!r} nor a model of that name in the hub's local "
-                f"cache, and the hub at {endpoint()} cannot be reached or is switched off; expected one of "
-                "these: connect, or set model.path to a Hugging Face folder"
-            ) from error
-        raise ConfigError(
-            f"model.path: found neither a folder {name!r} nor a model of that name on the hub: "
-            f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def _architecture(settings: Mapping[str, Any]) -> str:
-    names = settings.get("architectures") or [""]
-    return str(names[0])
-
-
-def _positions(settings: Mapping[str, Any]) -> int | None:
-    for block in (settings, settings.get("text_config") or {}):
-        for key in _POSITION_KEYS:
-            if isinstance(block.get(key), int):
-                return int(block[key])
-    return None
 
 
 def _listed(numbers: Iterable[int]) -> str:

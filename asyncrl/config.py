@@ -35,6 +35,9 @@ from asyncrl.config_lora import lora_problems
 from asyncrl.generators.vllm_options import worker_count
 from asyncrl.learners.layout import Layout
 
+REWARD_MODEL = "reward_model"
+"""The reward model's name as a role, and as that of its score beside those of reward functions."""
+
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -216,7 +219,7 @@ class RolloutSection(Section):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end an answer; they are part of it."""
     deadline_s: PositiveFloat = 300.0
-    """Seconds that one group may take, from its request to its last reward."""
+    """Seconds that one group may take, from its request to the last reward of a function."""
     min_group: PositiveInt = 2
     """Fewest surviving samples that a group may train with when ``reward.on_error`` is drop."""
     max_attempts: PositiveInt = 3
@@ -246,13 +249,15 @@ class RewardFunctionSection(Section):
 
 
 class RewardSection(Section):
-    functions: tuple[RewardFunctionSection, ...] = Field(min_length=1)
-    """Reward functions; their weighted sum is the reward. A plain string is taken as a path."""
+    functions: tuple[RewardFunctionSection, ...] = ()
+    """Reward functions; their weighted sum is the reward, with that of a ``reward_model``. A plain string is
+    taken as a path. At least one, unless there is a ``reward_model``."""
     timeout_s: PositiveFloat = 10.0
     """Seconds that scoring one answer may take (each async function: that it may take) before the
     process that does it is killed and replaced."""
     on_error: Literal["fail", "drop"] = "fail"
-    """``fail``: the whole group fails, counted. ``drop``: that sample alone. Never 0.0."""
+    """Of a reward that cannot be had. ``fail``: the whole group fails, counted. ``drop``: that sample alone.
+    Never 0.0."""
     workers: PositiveInt = 1
     """Worker processes beside each generator."""
 
@@ -350,7 +355,7 @@ class AlgorithmSection(Section):
     """Shaped rewards less their mean and over their deviation, before the group's baseline: those of the
     step's samples, or of all samples that were trained on so far."""
     objectives: Literal["sum", "normalised"] = "sum"
-    """Several reward functions: their weighted sum is the reward, or grpo's advantage is taken of each by
+    """Several rewards: their weighted sum is the reward, or grpo's advantage is taken of each by
     itself and these are summed by weight (GDPO). Penalties for length are one more, of weight 1."""
     length_penalty: NonNegativeFloat = 0.0
     """Taken off the reward of an answer of rollout.max_new_tokens; off a shorter one in proportion."""
@@ -557,7 +562,8 @@ class RoleSection(Section):
     start_timeout_s: PositiveFloat = 300.0
     """Seconds that an actor may take to load its model."""
     timeout_s: PositiveFloat = 300.0
-    """Seconds that it may take for one group before it is taken for dead and replaced."""
+    """Seconds that one call may take, of one group or of several that were waiting, before the actor is taken
+    for dead and replaced."""
 
     @property
     def actors(self) -> tuple[str, int]:
@@ -583,6 +589,27 @@ class ReferenceSection(RoleSection):
     scores each step's groups first, one forward pass of its time: learner keeps the start model in host
     memory and exchanges it for the policy meanwhile; lora_base, with ``learner.lora``, has no second copy of
     the weights and switches its adapters off."""
+
+
+class RewardModelSection(RoleSection):
+    """A sequence classifier that scores answers, beside ``reward.functions`` or in place of them."""
+
+    path: str
+    """Hugging Face folder or hub name of an ``AutoModelForSequenceClassification`` with one label."""
+    weight: float = 1.0
+    """Factor of its score in the sum that is the reward."""
+    template: Literal["auto", "chat", "none"] = "auto"
+    """``chat``: the prompt's messages and the answer, by its own tokenizer's chat template. ``none``: the
+    policy's prompt and the answer, one after the other: the very tokens where both have one vocabulary, else
+    as text that its own tokenizer reads. auto: chat if its tokenizer has a chat template."""
+    dtype: Dtype | None = None
+    """Compute dtype. Null: ``model.dtype``."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Tokens in one forward pass, padding included, and of the groups in one call. Null:
+    ``learner.micro_batch_tokens``."""
+    max_tokens: PositiveInt | None = None
+    """Longest input in tokens: a longer one loses its beginning, and is counted. Null: all that the model
+    takes."""
 
 
 class CriticSection(EngineSection):
@@ -659,8 +686,10 @@ class Config(Section):
     """Prompts, and how they are written."""
     rollout: RolloutSection = RolloutSection()
     """Sampling for training."""
-    reward: RewardSection
+    reward: RewardSection = RewardSection()
     """What a good answer is."""
+    reward_model: RewardModelSection | None = None
+    """A model that says so too, in actors of its own; null: none."""
     algorithm: AlgorithmSection = AlgorithmSection()
     """Advantage, loss, and the correction for stale data."""
     eval: EvalSection = EvalSection()
@@ -693,13 +722,15 @@ class Config(Section):
         return self.algorithm.advantage == "gae" and not self.algorithm.learns_from_pairs
 
     @property
-    def roles(self) -> dict[str, ReferenceSection | CriticSection]:
+    def roles(self) -> dict[str, RoleSection | CriticSection]:
         """The roles in actors of their own that this run has, by name."""
-        roles: dict[str, ReferenceSection | CriticSection] = {}
+        roles: dict[str, RoleSection | CriticSection] = {}
         if self.algorithm.needs_reference and self.reference.place == "actors":
             roles["reference"] = self.reference
         if self.has_critic:
             roles["critic"] = self.critic
+        if self.reward_model is not None:
+            roles[REWARD_MODEL] = self.reward_model
         return roles
 
     @property

@@ -160,6 +160,7 @@ def contradictions(config: Config) -> list[str]:
         *_canary(config),
         *_reference(config),
         *_critic(config),
+        *_rewards(config),
         *adapter_contradictions(config),
         *_other(config),
     ]
@@ -382,6 +383,26 @@ def _critic(config: Config) -> list[str]:
     return problems
 
 
+def _rewards(config: Config) -> list[str]:
+    problems = []
+    functions, model = config.reward.functions, config.reward_model
+    if not functions and model is None:
+        problems.append(
+            "reward.functions: found 0 entries; expected at least 1, or a reward_model that scores answers"
+        )
+    names = [f.name for f in functions if f.name is not None]
+    for name in sorted({n for n in names if names.count(n) > 1}):
+        problems.append(
+            f"reward.functions: found the name {name!r} {names.count(name)} times; expected each once"
+        )
+    if model is not None and "reward_model" in (f.label for f in functions):
+        problems.append(
+            "reward.functions: found a function with the name 'reward_model', which the scores of the "
+            "reward_model bear; expected another: set reward.functions.name"
+        )
+    return problems
+
+
 def _other(config: Config) -> list[str]:
     problems = []
     if config.data.train.holdout is not None:
@@ -404,10 +425,5 @@ def _other(config: Config) -> list[str]:
         problems.append(
             "learner.attention: found 'flash_attention_2' with run.deterministic true, whose gradients "
             "differ from run to run; expected sdpa or eager"
-        )
-    names = [f.name for f in config.reward.functions if f.name is not None]
-    for name in sorted({n for n in names if names.count(n) > 1}):
-        problems.append(
-            f"reward.functions: found the name {name!r} {names.count(name)} times; expected each once"
         )
     return problems

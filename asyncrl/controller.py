@@ -284,8 +284,9 @@ class Controller:
         await self._land(task, meta, payload)
 
     async def _land(self, task: Task, meta: GroupMeta, payload: Any) -> None:
-        """A group came back: annotated and into the queue, or retired with the reason why not."""
+        """A group came back: scored, annotated and into the queue, or retired with the reason why not."""
         landed_at = now()
+        meta, payload = await self._annotator.score(task, meta, payload)
         self._meter.bias.add_finished(meta)
         verdict = self._screening.unusable_because(meta)
         if verdict is not None:

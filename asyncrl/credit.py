@@ -22,11 +22,11 @@ from asyncrl.algorithms.names import NEEDING_GREEDY
 from asyncrl.algorithms.normalisation import EPSILON, Moments
 from asyncrl.algorithms.pairs import pair_signs
 from asyncrl.algorithms.shaping import RewardShaping
-from asyncrl.config import Config
+from asyncrl.config import REWARD_MODEL, Config
 from asyncrl.types import GroupMeta, TrajectoryMeta
 
 _LENGTH = ""
-"""Name of the objective that the penalties for length are: no function has it."""
+"""Name of the objective that the penalties for length are: no reward has it."""
 
 
 class CreditAssignment:
@@ -39,6 +39,8 @@ class CreditAssignment:
         self._normalisation = algorithm.reward_normalisation
         self._by_function = algorithm.objectives == "normalised"
         self._weights = {f.label: f.weight for f in config.reward.functions} | {_LENGTH: 1.0}
+        if config.reward_model is not None:
+            self._weights[REWARD_MODEL] = config.reward_model.weight
         self._shaping = RewardShaping(
             max_tokens=config.rollout.max_new_tokens,
             clip=algorithm.reward_clip,

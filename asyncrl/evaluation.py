@@ -4,6 +4,7 @@ Invariants:
 - An evaluation is of one version: while it runs, the controller makes no other version live. What a dead
   replica had of a prompt is of that version too, and is continued by another that holds it.
 - It stands outside the staleness budget and the ledger.
+- The reward model, if there is one, scores them as it scores what is trained on.
 - Items are keyed by ordinal, never by prompt text. A sample that fails is counted, never scored 0.
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineError, LostGroupError, NothingTrainableError, VersionGoneError
 from asyncrl.generators.pool import GeneratorPool
+from asyncrl.roles.reward_group import RewardModelGroup
 from asyncrl.rollout import GroupRequest
 from asyncrl.snapshot import Salvage
 from asyncrl.types import GroupMeta, Metrics, SampleFailure, SamplingParams, Task
@@ -30,8 +32,15 @@ _SEED_OFFSET = 1 << 32
 class Evaluator:
     """Answers all held-out tasks through the pool and averages their rewards."""
 
-    def __init__(self, pool: GeneratorPool, tasks: Sequence[Task], config: Config) -> None:
+    def __init__(
+        self,
+        pool: GeneratorPool,
+        tasks: Sequence[Task],
+        config: Config,
+        reward_model: RewardModelGroup | None = None,
+    ) -> None:
         self._pool = pool
+        self._reward_model = reward_model
         self._tasks = tasks
         self._config = config
         settings = config.eval
@@ -105,7 +114,11 @@ class Evaluator:
         for attempt in range(1, limit + 1):
             try:
                 alone = 1 < attempt == limit
-                meta, _ = await self._pool.run_group(request, version=version, alone=alone, salvage=salvage)
+                meta, payload = await self._pool.run_group(
+                    request, version=version, alone=alone, salvage=salvage
+                )
+                if self._reward_model is not None:
+                    meta, _ = await self._reward_model.score(task, meta, payload)
                 done.append(meta)
                 return
             except LostGroupError as error:

@@ -44,7 +44,8 @@ class Plan:
     model: ModelFacts
     prompts: Prompts
     """The data, opened and measured: a run goes on with it."""
-    score: SampleScore
+    score: SampleScore | None
+    """By the reward functions; None where the reward model is all that scores."""
 
     @property
     def samples(self) -> int:
@@ -111,9 +112,15 @@ class Plan:
         )
 
     def _reward_text(self) -> str:
-        weights = ", ".join(f"{f.weight:g} x {f.name or f.path}" for f in self.config.reward.functions)
+        model = self.config.reward_model
+        terms = [f"{f.weight:g} x {f.name or f.path}" for f in self.config.reward.functions]
+        terms += [] if model is None else [f"{model.weight:g} x the reward model {model.path}"]
+        weights = ", ".join(terms)
+        if self.score is None:
+            return weights
+        by = "" if model is None else " by the functions"
         shown = repr(self.score.completion[:40])
-        return f"{weights}; one row scored for real: {self.score.total:g} for {shown}"
+        return f"{weights}; one row scored for real{by}: {self.score.total:g} for {shown}"
 
 
 def algorithm_text(config: Config) -> str:
@@ -157,13 +164,14 @@ def placement_rows(config: Config) -> list[tuple[str, str]]:
     """Each process: its device, cores and threads."""
     generators, learner = config.generators, config.learner
     rows = []
+    workers = config.reward.workers if config.reward.functions else 0
     shared = f", {generators.workers} workers share the model" if generators.workers > 1 else ""
     for i, cores in enumerate(deal_cores(generators.cpu_cores, generators.replicas)):
         rows.append(
             (
                 f"generator {i}",
                 f"{generators.backend} engine on {generators.device}, {_cores(cores, generators.threads)}, "
-                f"{generators.slots} slots{shared}; reward workers beside it: {config.reward.workers}",
+                f"{generators.slots} slots{shared}; reward workers beside it: {workers}",
             )
         )
     adapter = "" if learner.lora is None else f"; LoRA of rank {learner.lora.rank} alone is trained"

@@ -156,7 +156,7 @@ def build(
     """Create the actors and the controller over them; nothing runs yet."""
     from asyncrl.generators.actor import RayReplica
     from asyncrl.placement import deal_cores, fetch_payloads
-    from asyncrl.roles.build import build_reference_role
+    from asyncrl.roles.build import build_reference_role, build_reward_model
     from asyncrl.roles.moving import MovingReference
 
     generators = config.generators
@@ -193,14 +193,15 @@ def build(
         canary=make_canary(config, prompts.train.iterate()),
     )
     reference = build_reference_role(config, model_path, placement, learner)
-    annotator = Annotator([*([] if reference is None else [reference]), *critics])
+    reward_model = build_reward_model(config, model_path, placement)
+    annotator = Annotator([*([] if reference is None else [reference]), *critics], reward_model)
     controller = Controller(
         config,
         prompts.train,
         pool,
         learner,
         publisher,
-        Evaluator(pool, prompts.eval, config),
+        Evaluator(pool, prompts.eval, config, reward_model),
         RunObserver(files, display),
         annotator=annotator,
         reference=reference if isinstance(reference, MovingReference) else None,

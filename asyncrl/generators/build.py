@@ -21,6 +21,12 @@ class PoolScorer:
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
 
+    async def start(self) -> None:
+        await self._pool.start()
+
+    async def close(self) -> None:
+        await self._pool.close()
+
     async def score(self, task: Task, completion: str, result: RolloutResult) -> Score:
         score = await self._pool.score(
             task.row,
@@ -31,6 +37,17 @@ class PoolScorer:
             uid=task.uid,
         )
         return Score(score.total, score.parts)
+
+
+class NoFunctions:
+    """The ``Scorer`` of a run without functions: a sum of nothing, to which a reward model adds its score."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def score(self, task: Task, completion: str, result: RolloutResult) -> Score:
+        return Score(0.0)
 
 
 async def build_host(
@@ -45,26 +62,34 @@ async def build_host(
     Reward functions are looked up from ``folder``. ``cores`` are those that reward workers may use;
     the engine itself may be pinned to fewer, ``engine_cores``.
     """
-    rewards = RewardPool(
-        config.reward.functions,
-        workers=config.reward.workers,
-        timeout_s=config.reward.timeout_s,
-        folder=folder,
-        cores=cores,
-    )
+    scorer = _scorer(config, folder, cores)
     engine = _engine(config, model_path, engine_cores)
     tokenizer, _, _ = await asyncio.gather(
-        asyncio.to_thread(_tokenizer, config, model_path), engine.start(), rewards.start()
+        asyncio.to_thread(_tokenizer, config, model_path), engine.start(), scorer.start()
     )
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
     async def close() -> None:
-        await asyncio.gather(engine.close(), rewards.close())
+        await asyncio.gather(engine.close(), scorer.close())
 
-    host = RolloutHost(engine, PoolScorer(rewards), decode, mask_truncated=config.algorithm.mask_truncated)
+    host = RolloutHost(engine, scorer, decode, mask_truncated=config.algorithm.mask_truncated)
     return host, close
+
+
+def _scorer(config: Config, folder: Path, cores: Sequence[int]) -> PoolScorer | NoFunctions:
+    if not config.reward.functions:
+        return NoFunctions()
+    pool = RewardPool(
+        config.reward.functions,
+        workers=config.reward.workers,
+        timeout_s=config.reward.timeout_s,
+        folder=folder,
+        cores=cores,
+        alone=config.reward_model is None,
+    )
+    return PoolScorer(pool)
 
 
 def _engine(config: Config, model_path: str, engine_cores: tuple[int, ...] | None) -> Generator:

@@ -86,7 +86,8 @@ class RewardPool:
 
     ``timeout_s`` is for the sync functions of one call together, and for each async one. ``folder`` is
     where the functions are looked up (default: the current one). ``cores``: the cores that workers may
-    use (default: the caller's own); useful where the caller itself is pinned to one.
+    use (default: the caller's own); useful where the caller itself is pinned to one. ``alone``: whether
+    nothing else is in the reward, so that at least one function has to give a number.
     """
 
     def __init__(
@@ -97,12 +98,14 @@ class RewardPool:
         timeout_s: float,
         folder: Path | None = None,
         cores: Sequence[int] | None = None,
+        alone: bool = True,
         start_timeout_s: float = _START_TIMEOUT_S,
     ) -> None:
         self._functions = tuple(functions)
         self._workers = workers
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
+        self._alone_in_reward = alone
         self._setup = {
             "functions": [{"path": f.path, "name": f.name, "args": f.args} for f in functions],
             "timeout_s": timeout_s,
@@ -358,13 +361,13 @@ class RewardPool:
         parts = {
             s.name: value for s, value in zip(self._signatures, values, strict=True) if value is not None
         }
-        if not parts:
+        if not parts and self._alone_in_reward:
             names = ", ".join(repr(s.name) for s in self._signatures)
             raise RewardValueError(
                 f"{uid}: found None of all reward functions ({names}); expected a number of at least 1"
             )
         pairs = zip(self._functions, values, strict=True)
-        total = sum(f.weight * value for f, value in pairs if value is not None)
+        total = sum((f.weight * value for f, value in pairs if value is not None), 0.0)
         if not math.isfinite(total):
             raise RewardValueError(f"{uid}: found a weighted sum of {total} from {parts}; expected it finite")
         return RewardScore(total, parts)

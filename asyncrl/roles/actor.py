@@ -1,7 +1,8 @@
-"""The Ray shell of a role: a process that holds one ``RoleWorker``.
+"""The Ray shell of a role: a process that holds one ``Worker``.
 
 Invariants:
-- The annotated payload is a return value: the controller's process owns it, and it outlives the actor.
+- Which calls are made is up to the role: a worker gets those of the seat in ``base.py`` that it fills.
+- Payloads are return values: the controller's process owns them, and they outlive the actor.
 - One call at a time: Ray keeps the others waiting, in their order. A ping alone has a thread of its own,
   and so is answered whatever the others wait for.
 """
@@ -9,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import psutil
@@ -19,12 +20,22 @@ from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from asyncrl.errors import RoleError
 from asyncrl.placement import actor_options, pin_process
 from asyncrl.processes import Whereabouts, kill_actor, process_at, whereabouts
-from asyncrl.roles.base import FollowingWorker, Received, RoleWorker
+from asyncrl.roles.base import (
+    FollowingWorker,
+    LandedGroup,
+    Received,
+    RoleWorker,
+    ScoredGroups,
+    ScoredMeta,
+    ScoringWorker,
+    Worker,
+)
+from asyncrl.roles.scoring import scored
 from asyncrl.roles.worker import annotated
-from asyncrl.types import Annotation, AnnotationMeta, GroupMeta
+from asyncrl.types import Annotation, AnnotationMeta, GroupMeta, Task
 from asyncrl.weight_sync.base import PushGroupSpec
 
-BuildWorker = Callable[[], RoleWorker]
+BuildWorker = Callable[[], Worker]
 """Called in the actor's process; travels there by pickle, so a ``functools.partial`` of a plain function."""
 
 
@@ -33,7 +44,7 @@ _CONTROL = "control"
 
 
 class RoleActor:
-    """A thin shell around one ``RoleWorker``."""
+    """A thin shell around one ``Worker``."""
 
     def __init__(self, role: str, build: BuildWorker, cores: tuple[int, ...] | None) -> None:
         pin_process(cores)
@@ -45,7 +56,14 @@ class RoleActor:
         return whereabouts()
 
     def annotate(self, payload: bytes, expected: int) -> tuple[AnnotationMeta, bytes]:
-        return annotated(self._role, self._worker, payload, expected)
+        return annotated(self._role, cast(RoleWorker, self._worker), payload, expected)
+
+    def score(
+        self, asked: Sequence[tuple[Task, GroupMeta]], weight: float, *payloads: bytes
+    ) -> tuple[ScoredMeta | bytes, ...]:
+        """What was asked of each payload; as arguments of their own, so that Ray fetches them beforehand."""
+        meta, records = scored(cast(ScoringWorker, self._worker), asked, payloads, weight)
+        return (meta, *records)
 
     def ping(self) -> None:
         """It lives."""
@@ -107,6 +125,18 @@ class RayRoleMember:
             ray.cancel(meta_ref)  # one that runs goes on to its end, one that waits does not begin
             raise
         return Annotation(found, record_ref)
+
+    async def score(self, groups: Sequence[LandedGroup], weight: float) -> ScoredGroups:
+        asked = [(group.task, group.meta) for group in groups]
+        payloads = [group.payload for group in groups]
+        call = self._actor.score.options(num_returns=1 + len(groups))
+        meta_ref, *records = call.remote(asked, weight, *payloads)
+        try:
+            found: ScoredMeta = await self._call(meta_ref)
+        except asyncio.CancelledError:
+            ray.cancel(meta_ref)  # as above
+            raise
+        return ScoredGroups(found, tuple(records))
 
     async def ping(self) -> None:
         await self._call(self._actor.ping.options(concurrency_group=_CONTROL).remote())

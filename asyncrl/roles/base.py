@@ -1,8 +1,9 @@
 """What a role is, to the controller and to the process that computes.
 
-A role (the reference policy, a critic) is a group of actors that computes something about every group of
-trajectories as it lands, before it goes into the queue. Each rollout awaits the annotation of its own
-group, so that a role works while the generators sample and the learner updates.
+A role (the reference policy, a critic, a reward model) is a group of actors that computes something about
+every group of trajectories as it lands, before it goes into the queue. Each rollout awaits what its own group
+gets, so that a role works while the generators sample and the learner updates. A reward model comes first:
+its scores decide whether a group is worth the others' time.
 
 Three seats, each a Protocol:
 
@@ -11,6 +12,7 @@ Three seats, each a Protocol:
 - ``RoleWorker``: what computes, a plain object in the actor's process, which tests build without Ray.
 
 Invariants:
+- Scores become part of the group, as its other rewards are: it comes back in a payload of its own.
 - An annotation is about one group and in the order of its trajectories: arrays (T,), scalars by trajectory.
 - Arrays go from the role's process to the learner's as a msgpack payload (``queues/annotations.py``);
   only scalars pass through the controller's loop.
@@ -19,12 +21,12 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from asyncrl.queues.annotations import Arrays
-from asyncrl.types import Annotation, Group, GroupMeta
+from asyncrl.types import Annotation, Group, GroupMeta, Task
 from asyncrl.weight_sync.base import PushGroupSpec
 
 
@@ -50,16 +52,66 @@ class Received:
     """The version that it still computes with."""
 
 
-class RoleWorker(Protocol):
-    """Computes, in one process. Not thread-safe: its actor makes one call at a time."""
+@dataclass(frozen=True, slots=True)
+class LandedGroup:
+    """A group that came back from its generator, and the task that it answers."""
+
+    task: Task
+    meta: GroupMeta
+    payload: Any
+    """A Ray object reference, or bytes in tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratings:
+    """What a reward model thinks of the answers of some groups."""
+
+    scores: tuple[tuple[float, ...], ...]
+    """By group, one an answer, the baseline's last; not finite where the model could give none."""
+    cut: int = 0
+    """Answers that were too long for the model, and lost their beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredMeta:
+    """What one call to a reward model came to."""
+
+    metas: tuple[GroupMeta, ...]
+    """Of the scored groups, in the order in which they were given."""
+    seconds: float
+    """What the model's process worked on them."""
+    cut: int = 0
+    """Answers that were too long for the model, and lost their beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroups:
+    """Groups with their scores; ``payloads`` are Ray object references, or bytes in tests."""
+
+    meta: ScoredMeta
+    payloads: tuple[Any, ...]
+
+
+class Worker(Protocol):
+    """What every role has in its process. Not thread-safe: its actor makes one call at a time."""
 
     def start(self) -> None:
         """Load what it computes with."""
         ...
 
-    def annotate(self, group: Group) -> Findings: ...
-
     def close(self) -> None: ...
+
+
+class ScoringWorker(Worker, Protocol):
+    """Scores answers."""
+
+    def rate(self, groups: Sequence[tuple[Task, Group]]) -> Ratings: ...
+
+
+class RoleWorker(Worker, Protocol):
+    """Annotates groups."""
+
+    def annotate(self, group: Group) -> Findings: ...
 
 
 class FollowingWorker(RoleWorker, Protocol):
@@ -82,16 +134,15 @@ class FollowingWorker(RoleWorker, Protocol):
         ...
 
 
-class RoleMember(Protocol):
-    """One actor of a role, wherever it runs. Raises RoleError when it died."""
+class Member(Protocol):
+    """One actor of a role, wherever it runs. Raises RoleError when it died.
+
+    Cancelling the task that awaits a call gives the call up.
+    """
 
     name: str
 
     async def start(self) -> None: ...
-
-    async def annotate(self, meta: GroupMeta, payload: Any) -> Annotation:
-        """About the group behind ``payload``. Cancelling the awaiting task gives the call up."""
-        ...
 
     async def close(self) -> None:
         """End in good order, within seconds."""
@@ -99,6 +150,22 @@ class RoleMember(Protocol):
 
     async def kill(self) -> None:
         """End now, whatever state it is in."""
+        ...
+
+
+class ScoringMember(Member, Protocol):
+    """One of a reward model."""
+
+    async def score(self, groups: Sequence[LandedGroup], weight: float) -> ScoredGroups:
+        """The groups, with ``weight`` times its scores in their rewards; see ``roles/scoring.py``."""
+        ...
+
+
+class RoleMember(Member, Protocol):
+    """One that annotates groups."""
+
+    async def annotate(self, meta: GroupMeta, payload: Any) -> Annotation:
+        """About the group behind ``payload``."""
         ...
 
 

@@ -20,6 +20,7 @@ from asyncrl.ledger import Retired
 from asyncrl.roles.annotator import Annotator
 from asyncrl.roles.base import Role
 from asyncrl.roles.moving import MovingReference
+from asyncrl.roles.reward_group import RewardModelGroup
 from asyncrl.rollout import RolloutHost, Score
 from asyncrl.run import make_canary
 from asyncrl.simulate.clock import run_virtual
@@ -115,6 +116,7 @@ def run(
     controller_class: type[Controller] = Controller,
     spare: Callable[[], ScriptedGenerator] | None = None,
     roles: Sequence[Role] = (),
+    reward_model: RewardModelGroup | None = None,
 ) -> Outcome:
     """Run to the end, then check what has to hold of every run. ``during`` is awaited beside it.
 
@@ -155,8 +157,8 @@ def run(
             canary=make_canary(settings, map(Stream().task, count())),
             clock=loop.time,
         )
-        evaluator = Evaluator(pool, eval_tasks, settings)
-        annotator = Annotator(roles)
+        evaluator = Evaluator(pool, eval_tasks, settings, reward_model)
+        annotator = Annotator(roles, reward_model)
         reference = next((role for role in roles if isinstance(role, MovingReference)), None)
         controller = controller_class(
             settings,

@@ -17,6 +17,7 @@ from asyncrl.config_load import parse_config
 from asyncrl.doctor import examine, findings_table
 from asyncrl.errors import ConfigError, DataError, PlacementError
 from asyncrl.models.tokenizer import character_tokenizer
+from asyncrl.placement import Placement, _require_gpus
 from asyncrl.plan import effective_depth, slots_text
 
 ROWS = "".join(json.dumps({"question": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(40))
@@ -145,6 +146,59 @@ def test_a_hub_name_that_cannot_be_had(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="neither a folder 'no/such' nor a model of that name"):
         validate(loaded(folder, "no/such"), folder)
+
+
+def scored_by(folder: Path, *overrides: str, tokenizer: Any = None, **settings: Any) -> Config:
+    """A run whose reward is a reward model's alone, with these ``settings`` in its config.json."""
+    settings = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}, **settings}
+    path = saved_model(folder, tokenizer=tokenizer, **settings)
+    return config_of(
+        folder, "reward.functions=[]", f"reward_model={{path: {path}, weight: 0.25}}", *overrides
+    )
+
+
+def test_a_reward_model_is_in_the_plan(folder: Path) -> None:
+    plan = validate(scored_by(folder, "reward_model.replicas=2", "reward_model.threads=3"), folder)
+    assert plan.score is None
+    text = text_of(plan.table())
+    assert f"0.25 x the reward model {folder / 'model'}" in text
+    assert "reward workers beside it: 0" in text
+    assert "reward_model 1" in text
+    assert "on auto, any core, 3 threads" in text
+    path = folder / "model"
+    plan = validate(config_of(folder, f"reward_model={{path: {path}}}"), folder)
+    assert "1 x exact_match, 1 x the reward model" in (text := text_of(plan.table()))
+    assert "one row scored for real by the functions: 1 for '0'" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, r"LlamaForCausalLM.*expected a sequence classifier"),
+        ({"id2label": {"0": "bad", "1": "good"}}, r"found 2 labels in .*; expected 1"),
+        ({"id2label": None}, r"found 2 labels in .*; expected 1"),
+        ({"id2label": None, "num_labels": 5}, r"found 5 labels in .*; expected 1"),
+    ],
+)
+def test_what_is_no_reward_model(folder: Path, settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=r"reward_model\.path: .*" + text):
+        validate(scored_by(folder, **settings), folder)
+
+
+def test_reward_models_that_cannot_be_had(folder: Path) -> None:
+    lost = config_of(folder, "reward_model={path: ./nowhere}")
+    with pytest.raises(ConfigError, match=r"reward_model\.path: found no such folder"):
+        validate(lost, folder)
+    with pytest.raises(ConfigError, match=r"reward_model\.template: found 'chat', .* no chat template"):
+        validate(scored_by(folder, "reward_model.template=chat"), folder)
+
+
+def test_a_reward_model_counts_among_the_gpus(folder: Path) -> None:
+    config = config_of(folder, "reward_model={path: x, replicas: 3, device: cuda}")
+    placement = Placement(1, 1, "host", {"reward_model": 1})
+    _require_gpus(config, placement, 5)
+    with pytest.raises(PlacementError, match=r"3 of the reward_model need 5 GPUs, the cluster has 4"):
+        _require_gpus(config, placement, 4)
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,17 @@ def test_a_reference_that_is_the_base_of_the_adapters_has_no_actors() -> None:
     ).roles
 
 
+def test_a_reward_model_is_a_role_and_may_be_all_of_the_reward() -> None:
+    config = parse_config(VALUES, ["reward_model={path: x, replicas: 2}", "reward.functions=[]"])
+    assert config.roles == {"reward_model": config.reward_model}
+    assert config.reward_model.actors == ("replicas", 2)
+    (line,) = errors("reward_model={path: x}", "reward.functions=[{path: a.py:f, name: reward_model}]")
+    assert line.startswith("reward.functions: found a function with the name 'reward_model'")
+    assert errors("reward_model={weight: 2}") == [
+        "reward_model.path: found nothing; expected this key to be set"
+    ]
+
+
 def test_all_errors_come_at_once() -> None:
     lines = errors("run.steps=0", "foo=1", "model.path=x", "learner.lr=-1", "data.train.hub=y")
     keys = [line.partition(":")[0] for line in lines]
@@ -243,9 +254,9 @@ def test_all_errors_come_at_once() -> None:
 
 def test_missing_blocks_are_named() -> None:
     lines = errors(values={"run": {"steps": 3}})
-    assert lines == [
-        f"{key}: found nothing; expected this key to be set" for key in ("model", "data", "reward")
-    ]
+    assert lines == [f"{key}: found nothing; expected this key to be set" for key in ("model", "data")]
+    (line,) = errors(values={key: VALUES[key] for key in ("model", "data")})
+    assert line.startswith("reward.functions: found 0 entries; expected at least 1, or a reward_model")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""The files of a Hugging Face model that say what it is, read without loading the model.
+
+Invariants:
+- What is wrong with a model is said under the config key that names it.
+- Nothing is read before it is asked for, and transformers is imported for the tokenizer alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import ConfigError
+from asyncrl.hub import endpoint, hub_is_offline
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_REMOTE_CLASSIFIER = "AutoModelForSequenceClassification"
+
+
+class ModelFiles:
+    """Those of ``path``, a folder as seen from ``folder`` or a name on the hub; ``key`` is what names it."""
+
+    def __init__(self, path: str, folder: Path, key: str, *, trust_remote_code: bool) -> None:
+        self.path = path
+        self._folder = folder
+        self._key = key
+        self._trusts_code = trust_remote_code
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """config.json. Raises ConfigError if it is missing or cannot be read."""
+        file = self._local / "config.json" if self._local is not None else self._hub_file("config.json")
+        try:
+            settings: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{self._key}: found no config.json in {self.path}; expected a Hugging Face folder"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self._key}: {file} cannot be read: {error}") from error
+        return settings
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Raises ConfigError if there is none."""
+        from transformers import AutoTokenizer
+
+        place = self.path if self._local is None else str(self._local)
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                place, trust_remote_code=self._trusts_code
+            )
+        except Exception as error:
+            # The library raises whatever its parsers do.
+            raise ConfigError(
+                f"{self._key}: the tokenizer in {self.path} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
+        return tokenizer
+
+    @property
+    def architecture(self) -> str:
+        """Its class by config.json; empty where that does not say."""
+        names = self.settings.get("architectures") or [""]
+        return str(names[0])
+
+    @property
+    def positions(self) -> int | None:
+        """Longest sequence in tokens; None where there is no such limit."""
+        for block in (self.settings, self.settings.get("text_config") or {}):
+            for key in _POSITION_KEYS:
+                if isinstance(block.get(key), int):
+                    return int(block[key])
+        return None
+
+    @property
+    def labels(self) -> int:
+        """Of a classifier. The library writes their names, and leaves out the usual 2."""
+        if self.settings.get("id2label"):
+            return len(self.settings["id2label"])
+        return int(self.settings.get("num_labels", 2))
+
+    def require_causal(self) -> None:
+        """Raise ConfigError if it is no causal language model."""
+        if not self.architecture.endswith(("ForCausalLM", "LMHeadModel")):
+            raise self._of_wrong_kind("a causal language model (...ForCausalLM)")
+
+    def require_scores(self) -> None:
+        """Raise ConfigError if it is no sequence classifier of one label."""
+        own_code = self._trusts_code and _REMOTE_CLASSIFIER in (self.settings.get("auto_map") or {})
+        if not self.architecture.endswith("ForSequenceClassification") and not own_code:
+            raise self._of_wrong_kind("a sequence classifier (...ForSequenceClassification)")
+        if self.labels != 1:
+            raise ConfigError(
+                f"{self._key}: found {self.labels} labels in {self.path} (id2label, num_labels); expected 1, "
+                "whose logit is the score"
+            )
+
+    def _of_wrong_kind(self, expected: str) -> ConfigError:
+        return ConfigError(
+            f"{self._key}: found the architecture {self.architecture or '(none)'} in {self.path}; expected "
+            f"{expected}"
+        )
+
+    @cached_property
+    def _local(self) -> Path | None:
+        """The folder; None for a name on the hub. Raises ConfigError for what can be neither."""
+        path = self.path
+        place = self._folder / path
+        if place.is_dir():
+            return place
+        if place.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+            state = "a file" if place.exists() else "no such folder"
+            raise ConfigError(f"{self._key}: found {state} at {place}; expected a Hugging Face folder")
+        return None
+
+    def _hub_file(self, file: str) -> Path:
+        """A file on the hub, or in its local cache. Raises ConfigError if it is in neither."""
+        name, key = self.path, self._key
+        offline = hub_is_offline()
+        from huggingface_hub import hf_hub_download
+
+        try:
+            return Path(hf_hub_download(name, file, local_files_only=offline))
+        except Exception as error:
+            # No such name, no access, not in the cache: the library has a kind of its own for each.
+            if offline:
+                raise ConfigError(
+                    f"{key}: found neither a folder {name!r} nor a model of that name in the hub's local "
+                    f"cache, and the hub at {endpoint()} cannot be reached or is switched off; expected one "
+                    f"of these: connect, or set {key} to a Hugging Face folder"
+                ) from error
+            raise ConfigError(
+                f"{key}: found neither a folder {name!r} nor a model of that name on the hub: "
+                f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            ) from error
