@@ -53,7 +53,9 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
     model, reward_model = _Model(config, folder), _RewardModel(config, folder)
     # Each can be on the hub or mistaken, and to hear of all at once saves rounds.
     findings: list[UsageError] = []
-    for require in (model.require_lengths, reward_model.require_kind):
+    beside = [_Reader(config, files) for files in _other_models(config, folder)]
+    lengths = [reader.require_lengths for reader in beside]
+    for require in (model.require_lengths, *lengths, reward_model.require_kind):
         try:
             require()
         except ConfigError as error:
@@ -69,6 +71,8 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
     has_functions = bool(config.reward.functions)
     score = asyncio.run(_score_row(config, model, folder, row, prompt)) if has_functions else None
     reward_model.require_template()
+    for reader in beside:
+        reader.require_vocabulary(len(model.tokenizer))
     prompts = load_prompts(config, model.tokenizer, folder)
     return Plan(config, model.facts(), prompts, score)
 
@@ -224,13 +228,47 @@ class _Model:
         if self._config.model.create is not None:
             return  # checked with the config
         self._files.require_causal()
+        _Reader(self._config, self._files).require_lengths()
+
+
+class _Reader:
+    """A model that is given the policy's tokens: the policy, its reference, its critic."""
+
+    def __init__(self, config: Config, files: ModelFiles) -> None:
+        self._config = config
+        self._files = files
+
+    def require_lengths(self) -> None:
+        """Raise ConfigError if the longest sequence does not fit its positions."""
         positions = self._files.positions
         if positions is None:
             return
-        name = f"the positions of {self._config.model.path}"
-        problems = length_problems(self._config, positions, name)
+        problems = length_problems(self._config, positions, f"the positions of {self._files.path}")
         if problems:
             raise ConfigError("\n".join(problems))
+
+    def require_vocabulary(self, tokens: int) -> None:
+        """Raise ConfigError if it has fewer embeddings than the policy's tokenizer has ``tokens``."""
+        found = self._files.vocabulary
+        if found is not None and found < tokens:
+            raise ConfigError(
+                f"{self._files.key}: found a vocabulary of {found} in {self._files.path}; expected at least "
+                f"the {tokens} of the policy's tokenizer, whose token ids it is given"
+            )
+
+
+def _other_models(config: Config, folder: Path) -> list[ModelFiles]:
+    """Of the reference and the critic, those that are not the policy's start model."""
+    trusts = config.model.trust_remote_code
+    paths = {
+        "reference.path": config.reference.path if config.algorithm.needs_reference else None,
+        "critic.path": config.critic.path if config.has_critic else None,
+    }
+    return [
+        ModelFiles(path, folder, key, trust_remote_code=trusts)
+        for key, path in paths.items()
+        if path is not None
+    ]
 
 
 def _first_row(config: Config, folder: Path) -> tuple[Row, str]:

@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ class ModelFiles:
     def __init__(self, path: str, folder: Path, key: str, *, trust_remote_code: bool) -> None:
         self.path = path
         self._folder = folder
-        self._key = key
+        self.key = key
         self._trusts_code = trust_remote_code
 
     @cached_property
@@ -40,10 +40,10 @@ class ModelFiles:
             settings: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(
-                f"{self._key}: found no config.json in {self.path}; expected a Hugging Face folder"
+                f"{self.key}: found no config.json in {self.path}; expected a Hugging Face folder"
             ) from None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{self._key}: {file} cannot be read: {error}") from error
+            raise ConfigError(f"{self.key}: {file} cannot be read: {error}") from error
         return settings
 
     @cached_property
@@ -59,7 +59,7 @@ class ModelFiles:
         except Exception as error:
             # The library raises whatever its parsers do.
             raise ConfigError(
-                f"{self._key}: the tokenizer in {self.path} cannot be loaded: {type(error).__name__}: {error}"
+                f"{self.key}: the tokenizer in {self.path} cannot be loaded: {type(error).__name__}: {error}"
             ) from error
         return tokenizer
 
@@ -72,11 +72,12 @@ class ModelFiles:
     @property
     def positions(self) -> int | None:
         """Longest sequence in tokens; None where there is no such limit."""
-        for block in (self.settings, self.settings.get("text_config") or {}):
-            for key in _POSITION_KEYS:
-                if isinstance(block.get(key), int):
-                    return int(block[key])
-        return None
+        return self._number(_POSITION_KEYS)
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Token ids that it has embeddings for; None where config.json does not say."""
+        return self._number(("vocab_size",))
 
     @property
     def labels(self) -> int:
@@ -97,13 +98,21 @@ class ModelFiles:
             raise self._of_wrong_kind("a sequence classifier (...ForSequenceClassification)")
         if self.labels != 1:
             raise ConfigError(
-                f"{self._key}: found {self.labels} labels in {self.path} (id2label, num_labels); expected 1, "
+                f"{self.key}: found {self.labels} labels in {self.path} (id2label, num_labels); expected 1, "
                 "whose logit is the score"
             )
 
+    def _number(self, keys: Sequence[str]) -> int | None:
+        """The first of ``keys`` that config.json, or its part about text, has a number for."""
+        for block in (self.settings, self.settings.get("text_config") or {}):
+            for key in keys:
+                if isinstance(block.get(key), int):
+                    return int(block[key])
+        return None
+
     def _of_wrong_kind(self, expected: str) -> ConfigError:
         return ConfigError(
-            f"{self._key}: found the architecture {self.architecture or '(none)'} in {self.path}; expected "
+            f"{self.key}: found the architecture {self.architecture or '(none)'} in {self.path}; expected "
             f"{expected}"
         )
 
@@ -116,12 +125,12 @@ class ModelFiles:
             return place
         if place.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
             state = "a file" if place.exists() else "no such folder"
-            raise ConfigError(f"{self._key}: found {state} at {place}; expected a Hugging Face folder")
+            raise ConfigError(f"{self.key}: found {state} at {place}; expected a Hugging Face folder")
         return None
 
     def _hub_file(self, file: str) -> Path:
         """A file on the hub, or in its local cache. Raises ConfigError if it is in neither."""
-        name, key = self.path, self._key
+        name, key = self.path, self.key
         offline = hub_is_offline()
         from huggingface_hub import hf_hub_download
 

@@ -41,7 +41,7 @@ class Annotator:
     async def start(self) -> None:
         """Start all roles at once; the first that cannot start ends it."""
         async with asyncio.TaskGroup() as group:
-            for role in (*self._roles, *self._optional_model):
+            for role in self._all:
                 group.create_task(role.start(), name=f"start {role.name}")
 
     async def score(self, task: Task, meta: GroupMeta, payload: Any) -> tuple[GroupMeta, Any]:
@@ -108,8 +108,11 @@ class Annotator:
         return metrics
 
     async def close(self) -> None:
-        roles = (*self._roles, *self._optional_model)
-        await asyncio.gather(*(role.close() for role in roles), return_exceptions=True)
+        await asyncio.gather(*(role.close() for role in self._all), return_exceptions=True)
+
+    @property
+    def _all(self) -> list[Role | RewardModelGroup]:
+        return [*self._roles, *self._optional_model]
 
     @property
     def _optional_model(self) -> tuple[RewardModelGroup, ...]:

@@ -298,3 +298,22 @@ def test_a_tracker_that_is_not_installed(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("asyncrl.check.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"'wandb', which is not installed.*asyncrl\[wandb\]"):
         validate(config_of(folder, "log.trackers=[wandb]"), folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [("reference.path", ["algorithm.kl=loss"]), ("critic.path", ["algorithm.preset=ppo"])],
+)
+def test_models_that_read_the_policys_tokens(folder: Path, key: str, overrides: list[str]) -> None:
+    named = [*overrides, f"{key}=./nowhere"]
+    with pytest.raises(ConfigError, match=rf"{key}: found no such folder"):
+        validate(config_of(folder, *named), folder)
+    place = saved_model(folder, vocab_size=10, max_position_embeddings=64)
+    named[-1] = f"{key}={place}"
+    with pytest.raises(ConfigError, match=r"expected at most the positions of .* = 64"):
+        validate(config_of(folder, *named, "rollout.max_new_tokens=32"), folder)
+    needed = len(character_tokenizer(256))
+    with pytest.raises(ConfigError, match=rf"{key}: found a vocabulary of 10 in .* at least the {needed} of"):
+        validate(config_of(folder, *named, "data.max_prompt_tokens=16", "rollout.max_new_tokens=32"), folder)
+    # Who has no use for it does not look at it.
+    assert validate(config_of(folder, f"{key}=./nowhere"), folder)
