@@ -211,8 +211,9 @@ def test_the_functions_in_the_docs_work(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "mine.py").write_text(code)
-    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    config = parse_config({**VALUES, **yaml.safe_load(block)})
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    configs = [parse_config({**VALUES, **block}) for block in blocks]  # each is valid
+    (config,) = [c for c, block in zip(configs, blocks, strict=True) if "mine.py" in str(block)]
     require_algorithm(config, tmp_path)
     assert user_advantage(config.algorithm.advantage, tmp_path)([0.0, 1.0, 5.0], [1, 1, 1]) == (-1, 0, 4)
     inputs = replace(some_inputs(), advantages=torch.tensor([[1.0, float("nan")]], dtype=torch.float64))
