@@ -40,7 +40,7 @@ def run(folder: Path, stage: int, ranks: int, *, lr: float = 3e-2, **reference: 
     )
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (3, 2)])
 def test_it_is_the_start_model_whatever_the_policy_became(folder: Path, stage: int, ranks: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     for rank, steps in enumerate(run(folder, stage, ranks)):
@@ -59,7 +59,7 @@ def test_it_is_the_start_model_whatever_the_policy_became(folder: Path, stage: i
         assert len({step.checksum for step in steps}) == STEPS, "the policy moves"
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 2), (3, 2)])
 def test_it_follows_the_policy_when_it_is_due(folder: Path, stage: int, ranks: int) -> None:
     for steps in run(folder, stage, ranks, refresh_every=2):
         assert [step.metrics["reference/version"] for step in steps] == [0, 0, 2, 2]
