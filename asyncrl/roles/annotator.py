@@ -30,6 +30,9 @@ class Annotator:
     def __init__(self, roles: Sequence[Role], reward_model: RewardModelGroup | None = None) -> None:
         self._roles = tuple(roles)
         self._reward_model = reward_model
+        self._all: list[Role | RewardModelGroup] = [*roles]
+        if reward_model is not None:
+            self._all.append(reward_model)
         self._seconds = {role.name: 0.0 for role in self._roles}
         self._waited_s = 0.0
         self._references: list[int] = []
@@ -86,18 +89,18 @@ class Annotator:
 
     def waited(self, groups: Sequence[ReadyGroup], start: float, end: float) -> None:
         """The learner waited from ``start`` to ``end`` for this batch."""
-        if self._any and groups:
+        if self._all and groups:
             self._waited_s += end - max(start, *(group.landed_at for group in groups))
         found = (a.meta.reference_version for group in groups for a in group.annotations)
         self._references += [version for version in found if version is not None]
 
     def take_metrics(self) -> Metrics:
         """Seconds since the last call: of each role's own work, summed over its actors; of waiting."""
-        if not self._any:
+        if not self._all:
             return {}
         metrics = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
-        for model in self._optional_model:
-            metrics |= model.take_metrics()
+        if self._reward_model is not None:
+            metrics |= self._reward_model.take_metrics()
         metrics["timing_s/annotate_wait"] = self._waited_s
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         self._waited_s = 0.0
@@ -109,15 +112,3 @@ class Annotator:
 
     async def close(self) -> None:
         await asyncio.gather(*(role.close() for role in self._all), return_exceptions=True)
-
-    @property
-    def _all(self) -> list[Role | RewardModelGroup]:
-        return [*self._roles, *self._optional_model]
-
-    @property
-    def _optional_model(self) -> tuple[RewardModelGroup, ...]:
-        return () if self._reward_model is None else (self._reward_model,)
-
-    @property
-    def _any(self) -> bool:
-        return bool(self._roles) or self._reward_model is not None
