@@ -54,7 +54,7 @@ class Rank:
     dtype: str = "float32"
     packing: bool = False
     reference: ReferenceSection = field(default_factory=ReferenceSection)
-    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    learns: AlgorithmSection = field(default_factory=AlgorithmSection)
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def learner(at: Rank) -> Iterator[tuple[DeepSpeedLearner, Manifest]]:
             max_grad_norm=0.05,
             packing=at.packing,
         ),
-        algorithm=at.algorithm,
+        algorithm=at.learns,
         reference=at.reference,
         model_path=str(at.folder),
         temperature=TEMPERATURE,

@@ -34,7 +34,7 @@ def run(folder: Path, stage: int, ranks: int, *, lr: float = 3e-2, **reference: 
         stage=stage,
         ranks=ranks,
         lr=lr,
-        algorithm=KL,
+        learns=KL,
         reference=section,
         steps=STEPS,
     )
