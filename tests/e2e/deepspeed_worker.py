@@ -281,9 +281,7 @@ def run_ranks(job: Callable[..., Any], folder: Path, *, stage: int, ranks: int, 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     fields = {
-        key: options.pop(key)
-        for key in ("lr", "dtype", "packing", "reference", "algorithm")
-        if key in options
+        key: options.pop(key) for key in ("lr", "dtype", "packing", "reference", "learns") if key in options
     }
     with ProcessPoolExecutor(ranks, mp_context=context) as pool:
         futures = [
