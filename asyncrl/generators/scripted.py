@@ -79,6 +79,8 @@ class _Sequence:
     """Work at which its first token began; with a prefix, at which it would have."""
     pace: float = 1.0
     """Work that one of its tokens takes."""
+    admitted_at: float = 0.0
+    """When it got its slot, by the loop's clock."""
 
 
 @dataclass(slots=True)
@@ -90,6 +92,10 @@ class _Clock:
     busy_s: float = 0.0
     slot_s: float = 0.0
     paused_s: float = 0.0
+    full_s: float = 0.0
+    full_tokens: float = 0.0
+    prefill_s: float = 0.0
+    """Time that is still owed to prompts: no sequence moves until it has passed."""
 
 
 def _one_speed(running: int) -> float:
@@ -102,7 +108,8 @@ class ScriptedGenerator:
 
     ``token_s`` seconds a token, times ``slowdown(n)`` with n sequences running; ``first_token_s``
     more for the first of each (prefill), slowed down alike. ``duration_s``, where given, is the
-    time in seconds that a request's tokens take in all instead, at slowdown 1.
+    time in seconds that a request's tokens take in all instead, at slowdown 1. ``prefill_s`` is the time
+    for which everything stands still as a request gets its slot.
     """
 
     slots: int = 64
@@ -111,6 +118,7 @@ class ScriptedGenerator:
     first_token_s: float = 0.0
     slowdown: Callable[[int], float] = _one_speed
     duration_s: Callable[[GenerationRequest], float] | None = None
+    prefill_s: Callable[[GenerationRequest], float] | None = None
     failure: Callable[[GenerationRequest], Failure | None] = lambda request: None
     start_s: float = 0.0
     join_s: float = 0.0
@@ -297,6 +305,8 @@ class ScriptedGenerator:
             slot_s=clock.slot_s if clock else 0.0,
             paused_s=clock.paused_s if clock else 0.0,
             swaps=self._swaps,
+            full_s=clock.full_s if clock else 0.0,
+            full_tokens=round(clock.full_tokens) if clock else 0,
         )
 
     async def close(self) -> None:
@@ -360,11 +370,17 @@ class ScriptedGenerator:
         if self._holds:
             clock.paused_s += passed
         elif self._running:
-            clock.work += passed * self._rate()
+            running, before = len(self._running), clock.work
+            prefilled = min(passed, clock.prefill_s)
+            clock.prefill_s -= prefilled
+            clock.work += (passed - prefilled) * self._rate()
             if self._due:
                 clock.work = min(clock.work, self._due[0][0])  # the timer may fire late, never past
             clock.busy_s += passed
-            clock.slot_s += passed * len(self._running)
+            clock.slot_s += passed * running
+            if running == self.slots:
+                clock.full_s += passed
+                clock.full_tokens += (clock.work - before) * running
         return clock
 
     def _sampled(self, sequence: _Sequence) -> int:
@@ -388,7 +404,7 @@ class ScriptedGenerator:
             heapq.heappop(self._due)
         rate = self._rate()
         if self._due and rate:
-            wait = (self._due[0][0] - clock.work) / rate
+            wait = clock.prefill_s + (self._due[0][0] - clock.work) / rate
             self._timer = asyncio.get_running_loop().call_at(clock.at + wait, self._on_timer)
 
     def _admit(self, sequence: _Sequence, clock: _Clock) -> None:
@@ -396,6 +412,9 @@ class ScriptedGenerator:
         if self.duration_s is not None:
             sequence.pace = self.duration_s(request) / (self.token_s * max(1, sequence.length))
         sequence.begun = clock.work + self.first_token_s / self.token_s - request.given * sequence.pace
+        if self.prefill_s is not None:
+            clock.prefill_s += self.prefill_s(request)
+        sequence.admitted_at = clock.at
         self._running[request.uid] = sequence
         self._prefill_tokens += len(request.prompt_ids) + request.given
         failure, tokens = sequence.failure, sequence.length
@@ -437,12 +456,14 @@ class ScriptedGenerator:
     def _answer(self, sequence: _Sequence, tokens: int, reason: FinishReason) -> Completion:
         """The first ``tokens`` of an answer, those of its prefix included."""
         request, given = sequence.request, sequence.request.given
+        assert self._clock is not None
         first = request.key.ordinal * 7919 + request.key.sample * 104729 + request.key.attempt
         sampled = Completion(
             token_ids=((first + np.arange(given, tokens)) % self.vocab_size).astype(np.int32),
             logprobs=np.full(tokens - given, -math.log(self.vocab_size), dtype=np.float32),
             versions=self._versions_of(sequence, np.arange(given, tokens)),
             finish_reason=reason,
+            stay=(sequence.admitted_at, self._clock.at),
         )
         return whole_answer(request, sampled)
 

@@ -16,7 +16,7 @@ def report(meter: Meter, running: int, tokens: int = 0, computed: int = 0) -> No
 
 def test_busy_and_slot_seconds_leave_out_idle_and_paused_time() -> None:
     now = 0.0
-    meter = Meter(lambda: now)
+    meter = Meter(8, lambda: now)
     now = 10.0  # idle
     meter.begin()
     now = 11.0  # one second of prefill, with one sequence
@@ -40,7 +40,7 @@ def test_busy_and_slot_seconds_leave_out_idle_and_paused_time() -> None:
 
 def test_begin_changes_nothing_while_sequences_run() -> None:
     now = 0.0
-    meter = Meter(lambda: now)
+    meter = Meter(8, lambda: now)
     meter.begin()
     now = 1.0
     report(meter, running=3)
