@@ -76,7 +76,7 @@ class Comparison:
         return mode.median(lambda run: run.sampled_per_step) / rate if rate > 0 else 0.0
 
     def _quotient(self, name: str, over: str) -> float | None:
-        if not {name, over} <= self.modes.keys():
+        if not {name, over} <= self.modes.keys() or not self._rate(over):
             return None
         return self._rate(name) / self._rate(over)
 
@@ -85,7 +85,7 @@ class Comparison:
 
     @property
     def speedup(self) -> float | None:
-        """async over sync, in trained tokens/s; None where one was not run."""
+        """async over sync, in trained tokens/s; None where one was not run, or sync trained nothing."""
         return self._quotient("async", "sync")
 
     @property
@@ -98,7 +98,7 @@ class Comparison:
         if not {"async", "sync"} <= self.modes.keys():
             return []
         pairs = zip(self.modes["async"].runs, self.modes["sync"].runs, strict=True)
-        return [overlapped.tokens_per_s / sync.tokens_per_s for overlapped, sync in pairs]
+        return [overlapped.tokens_per_s / sync.tokens_per_s for overlapped, sync in pairs if sync.tokens]
 
     @property
     def ideal_speedup(self) -> float | None:

@@ -220,6 +220,21 @@ async def test_weighted_sum_and_parts(folder: Path) -> None:
         assert await score(pool, "none") == RewardScore(2.0, {"length": 4.0, "right": 0.0})
 
 
+async def test_a_score_says_who_made_it_and_when(folder: Path) -> None:
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    async with pool_of(folder, "length", workers=2) as pool:
+        scores = await asyncio.gather(*(score(pool, "abc") for _ in range(12)))
+    by_worker = {
+        worker: sorted((s.begun, s.ended) for s in scores if s.worker == worker) for worker in (0, 1)
+    }
+    assert sum(map(len, by_worker.values())) == 12
+    for spans in by_worker.values():
+        assert all(began < begun <= ended < clock() for begun, ended in spans)
+        # A worker runs one sync function at a time.
+        assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+
+
 async def test_arguments_reach_the_function(folder: Path) -> None:
     functions = ["from_row", "columns", "ids", "prints", {"path": "scaled", "args": {"factor": 3}}]
     async with pool_of(folder, *functions) as pool:
