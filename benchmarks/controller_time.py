@@ -2,10 +2,10 @@
 
     python benchmarks/controller_time.py [--replicas 1024] [--slots 64] [--trajectories 1000000] [--json FILE]
 
-Every step of every task is timed by the thread's processor clock, and counted for the side that it belongs to:
-what runs in the generators' own processes in a real run (rollout hosts and engines), and all else, which is
-the controller. What is left of the process's time is the event loop itself and the engines' timers: an
-upper bound of the controller's own time counts all of it. The ledger and the bound are checked on every line.
+Every step of every task is timed by the thread's processor clock and counted for its side: what runs in the
+generators' own processes in a real run (rollout hosts and engines), and all else, which is the controller.
+What is left of the process's time is the event loop itself and the engines' timers: an upper bound of the
+controller's own time counts all of it. The ledger and the bound are checked on every line.
 """
 
 from __future__ import annotations

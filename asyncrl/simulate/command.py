@@ -32,7 +32,9 @@ def simulate_modes(
     what ends a run.
     """
     if "colocated" in modes:
-        raise UsageError("--modes: found colocated; expected sync and async: a simulation has no devices to share")
+        raise UsageError(
+            "--modes: found colocated; expected sync and async: a simulation has no devices to share"
+        )
     config = load_simulation(file, overrides)
     require_overlap(config, modes)
     window = Window(warm_up, config.run.steps, config.schedule.pipeline_depth + 1)

@@ -36,7 +36,9 @@ def bench(settings: Config, *modes: str, repeats: int = 2, json_file: Path | Non
     return code, screen.getvalue()
 
 
-def test_runs_are_interleaved_and_leave_their_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_interleaved_and_leave_their_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran: list[str] = []
 
     def train(config_file: Path, overrides: Sequence[str], log_file: Path) -> int:
@@ -74,7 +76,9 @@ def test_a_signal_ends_the_measurement_with_the_runs_own_code(
 
 def test_a_run_that_cannot_start_says_why(tmp_path: Path) -> None:
     settings = config(f"run.dir={tmp_path}")  # its data are not there
-    with pytest.raises(UsageError, match=r"(?s)the run of sync-0 ended with exit code 2, after:.*none\.jsonl"):
+    with pytest.raises(
+        UsageError, match=r"(?s)the run of sync-0 ended with exit code 2, after:.*none\.jsonl"
+    ):
         bench(settings, "sync")
 
 

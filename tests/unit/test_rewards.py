@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -232,7 +233,7 @@ async def test_a_score_says_who_made_it_and_when(folder: Path) -> None:
     for spans in by_worker.values():
         assert all(began < begun <= ended < clock() for begun, ended in spans)
         # A worker runs one sync function at a time.
-        assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
 
 
 async def test_arguments_reach_the_function(folder: Path) -> None:

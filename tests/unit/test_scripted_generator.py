@@ -124,7 +124,9 @@ def test_a_prompt_stops_all_sequences_for_as_long_as_it_takes():
         await generator.start()
         results = await asyncio.gather(*(timed(generator, request(i)) for i in range(3)))
         # Two prompts of 0.3 s first, and the third's when the second answer has made room for it.
-        assert [end for _, end in results] == pytest.approx([0.6 + 0.3 + 10 * 0.5, 0.6 + 2.0, 2.6 + 0.3 + 2.0])
+        assert [end for _, end in results] == pytest.approx(
+            [0.6 + 0.3 + 10 * 0.5, 0.6 + 2.0, 2.6 + 0.3 + 2.0]
+        )
         assert generator.statistics().busy_s == pytest.approx(5.9)
 
     virtually(scenario)

@@ -1,4 +1,4 @@
-"""Workloads through the real controller in virtual time: times that can be computed by hand, and no others."""
+"""Workloads through the real controller in virtual time: times that were computed by hand."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -144,7 +145,7 @@ def test_lanes_are_as_few_as_run_at_a_time() -> None:
         most = max(sum(b <= begun < e for b, e in spans) for begun, _ in spans)
         assert sorted(by_lane) == list(range(most))
         for lane in by_lane.values():
-            assert all(before[1] <= after[0] for before, after in zip(lane, lane[1:], strict=False))
+            assert all(before[1] <= after[0] for before, after in itertools.pairwise(lane))
 
 
 def test_what_touches_may_share_a_lane() -> None:
@@ -203,7 +204,7 @@ def test_slots_ranks_and_workers_have_tracks_of_their_own(tmp_path: Path) -> Non
     assert len(tracks["learner", "rank 0"]) == 12
     for track in tracks.values():
         ordered = sorted(track, key=lambda e: e["ts"])
-        for before, after in zip(ordered, ordered[1:], strict=False):
+        for before, after in itertools.pairwise(ordered):
             assert before["ts"] + before["dur"] <= after["ts"] + 0.2, "on one track, one thing at a time"
     sampled = [e for (_, track), found in tracks.items() if track.startswith("slot") for e in found]
     assert len(sampled) == 12 * 2 * 3
