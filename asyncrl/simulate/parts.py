@@ -22,7 +22,7 @@ from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.rollout import RolloutHost, Score
 from asyncrl.simulate.draws import uniform
 from asyncrl.simulate.lengths import LengthOf
-from asyncrl.simulate.workload import RewardsSection, SimulationConfig
+from asyncrl.simulate.workload import GenerationSection, RewardsSection, SimulationConfig
 from asyncrl.types import Batch, GenerationRequest, Group, Task
 from asyncrl.waiting import now
 
@@ -89,6 +89,16 @@ def token_seconds(token_s: Mapping[int, float] | float, running: int) -> float:
     return (1 - share) * token_s[low] + share * token_s[high]
 
 
+def prefill_seconds(generation: GenerationSection) -> Callable[[GenerationRequest], float] | None:
+    """What the prompt of a request takes; None where none takes any time."""
+    seconds = generation.prefill_token_s * generation.prompt_tokens
+    if not seconds:
+        return None
+    if generation.prompt_once:
+        return lambda request: seconds if request.key.sample == 0 else 0.0
+    return lambda request: seconds
+
+
 def update_seconds(config: SimulationConfig) -> Callable[[Batch], float]:
     """What an update takes, by its batch."""
     costs = config.workload.learner
@@ -126,8 +136,7 @@ class ReplicaMaker:
         pace = [token_seconds(workload.generation.token_s, n) for n in range(config.generators.slots + 1)]
         self._token_s = pace[1]
         self._slowdown = [seconds / pace[1] for seconds in pace]
-        prefill = workload.generation.prefill_token_s * workload.generation.prompt_tokens
-        self._prefill: Callable[[GenerationRequest], float] | None = (lambda _: prefill) if prefill else None
+        self._prefill = prefill_seconds(workload.generation)
 
     def make(self, name: str, start_s: float = 0.0) -> LocalReplica:
         """A replica that is up after ``start_s`` and dies when its time has come."""

@@ -87,6 +87,8 @@ class GenerationSection(Section):
     """Length of every prompt."""
     prefill_token_s: NonNegativeFloat = 0.0
     """Time for which the whole engine stands still for each token of a prompt that it takes in."""
+    prompt_once: bool = True
+    """A prompt is taken in once for its group, as the torch engine does; false: for each answer."""
 
 
 class LearningSection(Section):

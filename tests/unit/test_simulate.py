@@ -82,8 +82,11 @@ def test_a_straggler_holds_up_the_synchronous_run_alone() -> None:
 
 
 def test_prompts_stop_the_whole_engine() -> None:
-    # Four prompts of 5 tokens at 0.01 s each: 0.2 s in which nobody samples.
-    found = compare("workload.generation.prefill_token_s=0.01")
+    # Two prompts of 5 tokens at 0.01 s: 0.1 s in which nobody samples; twice that if none is shared.
+    prefill = "workload.generation.prefill_token_s=0.01"
+    found = compare(prefill)
+    assert found.modes["sync"].runs[0].generate_s == pytest.approx(1.1)
+    found = compare(prefill, "workload.generation.prompt_once=false")
     assert found.modes["sync"].runs[0].generate_s == pytest.approx(1.2)
 
 
