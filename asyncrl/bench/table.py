@@ -14,14 +14,21 @@ from asyncrl.bench.verdict import Verdict
 Figure = Callable[[Figures], float]
 
 
-def print_comparison(console: Console, comparison: Comparison, verdict: Verdict | None, title: str) -> None:
-    """The table, then the speed-up against its ideal, then the verdict."""
-    console.print(comparison_table(comparison, title))
+def print_comparison(
+    console: Console,
+    comparison: Comparison,
+    verdict: Verdict | None,
+    title: str,
+    *,
+    learns: bool = True,
+) -> None:
+    """The table, then the speed-up against its ideal, then the verdict. ``learns``: rewards mean something."""
+    console.print(comparison_table(comparison, title, learns=learns))
     for line in conclusions(comparison, verdict):
         console.print(line, highlight=False)
 
 
-def comparison_table(comparison: Comparison, title: str) -> Table:
+def comparison_table(comparison: Comparison, title: str, *, learns: bool) -> Table:
     """Medians over the runs of each mode, with the smallest and the largest of the rates."""
     modes = list(comparison.modes.values())
     table = Table(title=title)
@@ -51,11 +58,14 @@ def comparison_table(comparison: Comparison, title: str) -> Table:
     row("learner busy", lambda mode: _share(mode, lambda run: run.learner_busy))
     row("lag, mean and largest", _lag)
     row("length, trained over sampled", _length_bias)
-    row("reward after equal samples", lambda mode: _number(mode, lambda run: run.reward_around(run.steps)))
-    row(
-        "reward after equal time",
-        lambda mode: _number(mode, lambda run: run.reward_around(run.steps_within(shortest_s))),
-    )
+    if learns:
+        row(
+            "reward after equal samples", lambda mode: _number(mode, lambda run: run.reward_around(run.steps))
+        )
+        row(
+            "reward after equal time",
+            lambda mode: _number(mode, lambda run: run.reward_around(run.steps_within(shortest_s))),
+        )
     return table
 
 

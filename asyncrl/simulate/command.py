@@ -59,7 +59,8 @@ def run_simulation(
     """The command: simulate, print the table, and write the object of ``--json``."""
     config, runs, comparison = simulate_modes(file, overrides, modes, warm_up=warm_up, out=out)
     verdict = judge(comparison, config)
-    print_comparison(console, comparison, verdict, f"{config.run.name}: {config.run.steps} simulated steps")
+    title = f"{config.run.name}: {config.run.steps} simulated steps"
+    print_comparison(console, comparison, verdict, title, learns=False)
     for mode, run in runs.items():
         log.info(
             "%s: %d steps and %s answers in %.0f s of virtual time, at %.0f us of processor time an answer",

@@ -57,6 +57,7 @@ def test_runs_are_interleaved_and_leave_their_figures(
     code, screen = bench(settings, "sync", "async", json_file=tmp_path / "out.json")
     assert code == 0
     assert ran == ["sync-0", "async-0", "sync-1", "async-1"]
+    assert "reward after equal time" in screen
     assert "async is 2.00 times as fast as sync (pairs: 2.00, 2.00)" in screen
     document = json.loads((tmp_path / "out.json").read_text())
     assert document["config"]["run"]["seed"] == 5
