@@ -22,7 +22,7 @@ def print_comparison(
     *,
     learns: bool = True,
 ) -> None:
-    """The table, then the speed-up against its ideal, then the verdict. ``learns``: rewards mean something."""
+    """The table, then the speed-up against its ideal, then the verdict. ``learns``: rewards say something."""
     console.print(comparison_table(comparison, title, learns=learns))
     for line in conclusions(comparison, verdict):
         console.print(line, highlight=False)
