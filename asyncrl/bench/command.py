@@ -114,26 +114,35 @@ def _claim(config: Config) -> Path:
 
 
 def _train(config_file: Path, overrides: Sequence[str], log_file: Path) -> int:
-    """One run, whose own deadlines bound it; 0, or the exit code of one that a signal stopped.
+    """One run, whose own deadlines bound it; 0, or where a signal was passed on, the exit code for that.
 
     Raises UsageError or BenchRunError, with the end of what the run said.
     """
     command = [sys.executable, "-m", "asyncrl.cli", "train", "--config", str(config_file), *overrides]
-    with log_file.open("w", encoding="utf-8") as out:
-        # In a session of its own: it hears of Ctrl-C from here, once.
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    process: subprocess.Popen[bytes] | None = None
+    received: list[int] = []
+    early: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
+        received.append(number)
+        if process is None:
+            early.append(number)
+        else:
+            process.send_signal(number)
 
     handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        with log_file.open("w", encoding="utf-8") as out:
+            # In a session of its own: it hears of Ctrl-C from here, once.
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        for number in early:
+            process.send_signal(number)
         code = process.wait()
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-        return code
+    if received:
+        return 128 + received[0]
     if code != 0:
         said = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:]
         kind = UsageError if code == 2 else BenchRunError

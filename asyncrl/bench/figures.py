@@ -139,10 +139,10 @@ def measure(lines: Sequence[Line], window: Window) -> Figures:
     def total(name: str, *, trained_only: bool = False) -> float:
         """Of a rate: what it comes to."""
         pairs = zip(steps, seconds, strict=True)
-        return sum(line.get(name, 0.0) * s for line, s in pairs if moved(line) or not trained_only)
+        return float(sum(line.get(name, 0.0) * s for line, s in pairs if moved(line) or not trained_only))
 
     def a_step(name: str) -> float:
-        return sum(line[f"timing_s/{name}"] for line in steps) / len(steps)
+        return float(sum(line[f"timing_s/{name}"] for line in steps) / len(steps))
 
     rewards, elapsed = [], 0.0
     for line, s in zip(steps, seconds, strict=True):

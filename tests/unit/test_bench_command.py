@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -68,13 +69,6 @@ def test_runs_are_interleaved_and_leave_their_figures(
     assert [run["steps"] for run in figures["sync"] + figures["async"]] == [3] * 4
 
 
-def test_a_signal_ends_the_measurement_with_the_runs_own_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "_train", lambda *_: 143)
-    assert bench(config(f"run.dir={tmp_path}"), "sync", "async") == (143, "")
-
-
 def test_a_run_that_cannot_start_says_why(tmp_path: Path) -> None:
     settings = config(f"run.dir={tmp_path}")  # its data are not there
     with pytest.raises(
@@ -83,13 +77,29 @@ def test_a_run_that_cannot_start_says_why(tmp_path: Path) -> None:
         bench(settings, "sync")
 
 
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """A shell script in place of the interpreter that runs ``asyncrl train``."""
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(command.sys, "executable", str(path))
+
+
 def test_a_run_that_fails_is_an_error_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = tmp_path / "python"
-    failing.write_text("#!/bin/sh\necho it broke\nexit 1\n")
-    failing.chmod(0o755)
-    monkeypatch.setattr(command.sys, "executable", str(failing))
+    stand_in(tmp_path, monkeypatch, "echo it broke; exit 1")
     with pytest.raises(BenchRunError, match=r"(?s)exit code 1, after:.*it broke"):
         bench(config(f"run.dir={tmp_path}"), "sync")
+
+
+@pytest.mark.parametrize("end", ["trap 'exit 143' TERM", "trap 'exit 0' TERM", ""])
+def test_a_signal_goes_on_to_the_run_and_ends_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """However the run takes it. The stand-in has the signal sent, and would otherwise wait for ten seconds."""
+    before = signal.getsignal(signal.SIGTERM)
+    stand_in(tmp_path, monkeypatch, f"{end}\nkill -TERM $PPID\nsleep 10 & wait $!")
+    assert bench(config(f"run.dir={tmp_path}"), "sync", "async") == (143, "")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_no_mode_can_run_is_refused_before_anything_runs(tmp_path: Path) -> None:
