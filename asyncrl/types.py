@@ -124,7 +124,7 @@ class Trajectory:
         """The scalars of this trajectory."""
         trained = self.versions[self.loss_mask]
         if len(trained) and trained.min() == trained.max():  # most are of one version, and this is quick
-            spans = ((int(trained[0]), len(trained)),)
+            spans: tuple[tuple[int, int], ...] = ((int(trained[0]), len(trained)),)
         else:
             versions, counts = np.unique(trained, return_counts=True)
             spans = tuple(zip(versions.tolist(), counts.tolist(), strict=True))

@@ -4,8 +4,9 @@
 
 Every step of every task is timed by the thread's processor clock and counted for its side: what runs in the
 generators' own processes in a real run (rollout hosts and engines), and all else, which is the controller.
-What is left of the process's time is the event loop itself and the engines' timers: an upper bound of the
-controller's own time counts all of it. The ledger and the bound are checked on every line.
+What is left of the process's time is the event loop itself and the engines' timers. The controller's share of
+it is that of its steps among all; an upper bound of its time counts all of it. The ledger and the staleness
+bound are checked on every line.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ STATES = ("running", "ready", "training", "trained", "filtered", "dropped", "fai
 class Timed(Coroutine[Any, Any, Any]):
     """A coroutine whose steps are timed."""
 
-    def __init__(self, inner: Coroutine[Any, Any, Any], spent: Counter[str]) -> None:
+    def __init__(self, inner: Coroutine[Any, Any, Any], spent: Counter[str], steps: Counter[str]) -> None:
         self._inner = inner
         self._spent = spent
+        self._steps = steps
         self.__qualname__ = getattr(inner, "__qualname__", type(inner).__name__)
         self._side = "generators" if self.__qualname__.startswith(GENERATOR_SIDE) else "controller"
 
@@ -44,6 +46,7 @@ class Timed(Coroutine[Any, Any, Any]):
             return self._inner.send(value)
         finally:
             self._spent[self._side] += time.thread_time_ns() - start
+            self._steps[self._side] += 1
 
     def throw(self, *error: Any) -> Any:
         return self._inner.throw(*error)
@@ -58,12 +61,13 @@ class Timed(Coroutine[Any, Any, Any]):
 def measure(config: SimulationConfig) -> tuple[Summary, list[dict[str, float]], dict[str, float]]:
     """Run the config; its summary, its lines, and seconds by side."""
     spent: Counter[str] = Counter()
+    steps: Counter[str] = Counter()
     recorder = Recorder()
 
     def make_task(
         loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any
     ) -> asyncio.Task[Any]:
-        return asyncio.Task(Timed(work, spent), loop=loop, **options)
+        return asyncio.Task(Timed(work, spent, steps), loop=loop, **options)
 
     async def main() -> Summary:
         asyncio.get_running_loop().set_task_factory(make_task)
@@ -73,7 +77,13 @@ def measure(config: SimulationConfig) -> tuple[Summary, list[dict[str, float]], 
     summary = run_virtual(main())
     total = time.process_time() - start
     seconds = {side: nanoseconds / 1e9 for side, nanoseconds in spent.items()}
-    return summary, recorder.lines, {**seconds, "loop": total - sum(seconds.values()), "total": total}
+    loop = total - sum(seconds.values())
+    of_controller = loop * steps["controller"] / sum(steps.values())
+    return (
+        summary,
+        recorder.lines,
+        {**seconds, "loop": loop, "loop_of_controller": of_controller, "total": total},
+    )
 
 
 def main() -> None:
@@ -116,6 +126,7 @@ def main() -> None:
         "steps": summary.steps,
         "lag_max": max(line.get("staleness/max", 0.0) for line in lines),
         "us_per_trajectory": by_trajectory,
+        "controller_us": by_trajectory["controller"] + by_trajectory["loop_of_controller"],
         "controller_us_at_most": by_trajectory["controller"] + by_trajectory["loop"],
     }
     text = json.dumps(report, indent=2) + "\n"

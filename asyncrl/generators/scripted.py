@@ -16,13 +16,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from asyncrl.errors import GeneratorError
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
@@ -461,14 +461,23 @@ class ScriptedGenerator:
         sampled = Completion(
             token_ids=((first + np.arange(given, tokens)) % self.vocab_size).astype(np.int32),
             logprobs=np.full(tokens - given, -math.log(self.vocab_size), dtype=np.float32),
-            versions=self._versions_of(sequence, np.arange(given, tokens)),
+            versions=self._versions_of(sequence, given, tokens),
             finish_reason=reason,
             stay=(sequence.admitted_at, self._clock.at),
         )
         return whole_answer(request, sampled)
 
-    def _versions_of(self, sequence: _Sequence, tokens: npt.NDArray[np.int64]) -> Int32Array:
-        """Token i is sampled at work begun + (i + 1) * pace; a swap at that very work comes after it."""
-        sampled_at = sequence.begun + (tokens + 1) * sequence.pace
-        era = np.searchsorted(np.asarray(self._boundaries), sampled_at - 1e-9, side="left")
-        return np.asarray(self._versions, dtype=np.int32)[era]
+    def _versions_of(self, sequence: _Sequence, given: int, tokens: int) -> Int32Array:
+        """Of tokens ``given`` to ``tokens`` - 1, (tokens - given,).
+
+        Token i is sampled at work begun + (i + 1) * pace; a swap at that very work comes after it.
+        """
+        begun, pace = sequence.begun - 1e-9, sequence.pace
+        # Most answers are of one version, and a long simulation has thousands.
+        first = bisect_left(self._boundaries, begun + (given + 1) * pace)
+        last = bisect_left(self._boundaries, begun + tokens * pace)
+        if first >= last:
+            return np.full(tokens - given, self._versions[first], dtype=np.int32)
+        sampled_at = begun + np.arange(given + 1, tokens + 1) * pace
+        era = np.searchsorted(np.asarray(self._boundaries[first:last]), sampled_at, side="left")
+        return np.asarray(self._versions[first : last + 1], dtype=np.int32)[era]

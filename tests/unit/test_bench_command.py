@@ -95,7 +95,7 @@ def test_a_run_that_fails_is_an_error_of_its_own(tmp_path: Path, monkeypatch: py
 def test_a_signal_goes_on_to_the_run_and_ends_the_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """However the run takes it. The stand-in has the signal sent, and would otherwise wait for ten seconds."""
+    """However the run takes it; the stand-in has the signal sent, and ends by itself after ten seconds."""
     before = signal.getsignal(signal.SIGTERM)
     stand_in(tmp_path, monkeypatch, f"{end}\nkill -TERM $PPID\nsleep 10 & wait $!")
     assert bench(config(f"run.dir={tmp_path}"), "sync", "async") == (143, "")
