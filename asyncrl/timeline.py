@@ -78,7 +78,8 @@ class EventTimeline:
             self._sink(TraceEvent("learner", f"rank {rank}", f"update {version}", start, end, facts))
 
     def group(self, replica: str, meta: GroupMeta) -> None:
-        by_sample = {trajectory.sample: trajectory for trajectory in meta.trajectories}
+        answers = meta.trajectories if meta.baseline is None else (*meta.trajectories, meta.baseline)
+        by_sample = {trajectory.sample: trajectory for trajectory in answers}
         for span in meta.spans:
             trajectory = by_sample.get(span.sample)
             facts = {"uid": meta.uid, "ordinal": meta.ordinal, "sample": span.sample}
