@@ -102,7 +102,7 @@ def _with_spread(mode: Mode, figure: Figure, form: str) -> str:
 
 
 def _seconds(mode: Mode, figure: Figure) -> str:
-    return f"{mode.median(figure):.3g} s"
+    return f"{round(mode.median(figure), 6):.3g} s"
 
 
 def _share(mode: Mode, figure: Figure) -> str:
