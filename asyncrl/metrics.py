@@ -41,9 +41,9 @@ class PhaseTimes:
     timeline: Timeline = field(default_factory=NoTimeline)
     """Hears of every piece of each phase."""
 
-    def spent(self, phase: str, since: float, **facts: float) -> None:
-        """The time from ``since``, by the loop's clock, until now went to ``phase``."""
-        end = now()
+    def spent(self, phase: str, since: float, until: float | None = None, **facts: float) -> None:
+        """The time from ``since`` to ``until`` (now), by the loop's clock, went to ``phase``."""
+        end = now() if until is None else until
         setattr(self, phase, getattr(self, phase) + end - since)
         self.timeline.phase(phase, since, end, facts)
 
