@@ -1,4 +1,4 @@
-"""The commands: ``asyncrl train | check | doctor``.
+"""The commands: ``asyncrl train | check | bench | simulate | doctor``.
 
 Invariants:
 - Importing this module, ``--help`` and a config error import nothing heavy.
@@ -35,6 +35,17 @@ Overrides = Annotated[
         help="Settings that replace those of the file, e.g. run.steps=20.", metavar="[KEY.SUB=VALUE]..."
     ),
 ]
+WorkloadFile = Annotated[
+    Path,
+    typer.Option("--workload", help="What to simulate, as a YAML file.", metavar="FILE"),
+]
+Modes = Annotated[
+    str, typer.Option(help="Modes to compare: sync, async, colocated; with commas.", metavar="NAMES")
+]
+WarmUp = Annotated[int, typer.Option(help="Steps at the start that are left out.", min=0)]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write all figures here; - for the screen.", metavar="FILE")
+]
 
 
 @app.command()
@@ -62,6 +73,79 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
         from asyncrl.check import validate
 
         Console().print(validate(loaded).table())
+
+
+@app.command()
+def bench(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    modes: Modes = "sync,async",
+    steps: Annotated[int, typer.Option(help="Steps of each run that count.", min=1)] = 30,
+    repeats: Annotated[int, typer.Option(help="Runs of each mode, in turn.", min=1)] = 3,
+    warm_up: WarmUp = 5,
+    json: JsonFile = None,
+) -> None:
+    """Run the config in each mode, in turn, and say what overlap bought and what limits it."""
+    with _exit_codes():
+        from asyncrl.bench.modes import parse_modes
+        from asyncrl.config_load import load_config
+
+        names = parse_modes(modes)
+        loaded = load_config(config, overrides or ())
+        from rich.console import Console
+
+        from asyncrl.bench.command import run_bench
+        from asyncrl.run import set_up_logging
+
+        set_up_logging(Console(stderr=True))
+        console = Console(stderr=str(json) == "-")
+        raise typer.Exit(
+            run_bench(
+                loaded,
+                names,
+                steps=steps,
+                repeats=repeats,
+                warm_up=warm_up,
+                json_file=json,
+                console=console,
+            )
+        )
+
+
+@app.command()
+def simulate(
+    workload: WorkloadFile,
+    overrides: Overrides = None,
+    modes: Modes = "sync,async",
+    warm_up: WarmUp = 5,
+    json: JsonFile = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write metrics, ledger and trace.json of each mode here.")
+    ] = None,
+) -> None:
+    """Run a workload's costs through the real scheduler in virtual time: what overlap would buy."""
+    with _exit_codes():
+        from asyncrl.bench.modes import parse_modes
+        from asyncrl.simulate.workload import load_simulation
+
+        names = parse_modes(modes)
+        load_simulation(workload, overrides or ())  # a mistake shows before anything heavy is imported
+        from rich.console import Console
+
+        from asyncrl.run import set_up_logging
+        from asyncrl.simulate.command import run_simulation
+
+        console = Console(stderr=str(json) == "-")
+        set_up_logging(Console(stderr=True))
+        run_simulation(
+            workload,
+            overrides or (),
+            names,
+            warm_up=warm_up,
+            json_file=json,
+            out=out,
+            console=console,
+        )
 
 
 @app.command()

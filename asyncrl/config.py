@@ -671,6 +671,8 @@ class LogSection(Section):
     in the environment it keeps them on this machine."""
     rollouts_every: NonNegativeInt = 10
     """Steps between samples of trajectories in ``rollouts/``; 0: never."""
+    trace_mb: NonNegativeInt = 256
+    """Megabytes (2**20 bytes) that ``trace.json``, the run's timeline, may get; 0: none is written."""
     display: Literal["auto", "rich", "lines", "none"] = "auto"
     """auto: a live display on a terminal, lines elsewhere."""
 

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from omegaconf import OmegaConf
@@ -35,19 +35,26 @@ _EXPECTED = {
 }
 _SHOWN_CHARACTERS = 60
 
+C = TypeVar("C", bound=Config)
+
 
 def load_config(file: Path, overrides: Sequence[str] = ()) -> Config:
     """Read ``file``, apply ``overrides`` in order, and check everything. Raises ConfigError."""
-    return parse_config(_read(file), overrides, name=str(file))
+    return parse_config(read_values(file), overrides, name=str(file))
 
 
 def parse_config(values: Mapping[str, Any], overrides: Sequence[str] = (), *, name: str = "config") -> Config:
     """As ``load_config``, of values that are at hand; ``name`` stands for the file in messages."""
+    return parse_as(Config, values, overrides, name=name)
+
+
+def parse_as(schema: type[C], values: Mapping[str, Any], overrides: Sequence[str], *, name: str) -> C:
+    """As ``parse_config``, of a config with more blocks than a run has."""
     merged = _override(values, overrides)
     try:
-        return Config.model_validate(merged)
+        return schema.model_validate(merged)
     except ValidationError as error:
-        lines = [line for details in _without_echoes(error.errors()) for line in _render(details)]
+        lines = [line for details in _without_echoes(error.errors()) for line in _render(details, schema)]
     where = f"{name} with overrides {' '.join(overrides)}" if overrides else name
     count = "1 error" if len(lines) == 1 else f"{len(lines)} errors"
     raise ConfigError("\n".join([f"{count} in {where}:", *(f"  {line}" for line in lines)]))
@@ -58,7 +65,8 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_values(file: Path) -> dict[str, Any]:
+    """The sections of a YAML file, unchecked. Raises ConfigError."""
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -109,13 +117,13 @@ def _without_echoes(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     ]
 
 
-def _render(details: ErrorDetails) -> Iterator[str]:
+def _render(details: ErrorDetails, schema: type[Config]) -> Iterator[str]:
     """One line for each finding in one of pydantic's errors."""
     location = details["loc"]
     key, kind, found = _dotted(location), details["type"], _shown(details["input"])
     context = details.get("ctx", {})
     if kind == "extra_forbidden":
-        yield f"{key}: unknown key; {_nearest(location)}"
+        yield f"{key}: unknown key; {_nearest(location, schema)}"
     elif kind == "missing":
         yield f"{key}: found nothing; expected this key to be set"
     elif kind == "value_error":
@@ -178,22 +186,22 @@ def _shown(value: Any) -> str:
     return f"{text} (a list)" if isinstance(value, (list, tuple)) else text
 
 
-def _nearest(location: Sequence[int | str]) -> str:
+def _nearest(location: Sequence[int | str], schema: type[Config]) -> str:
     """What the unknown last part of ``location`` was probably meant to be."""
     unknown = str(location[-1])
-    siblings = _keys(location[:-1])
+    siblings = _keys(location[:-1], schema)
     near = difflib.get_close_matches(unknown, siblings, n=1)
     if near:
         return f"did you mean {_dotted((*location[:-1], near[0]))}?"
-    elsewhere = {path.rpartition(".")[2]: path for path in _all_paths(Config)}
+    elsewhere = {path.rpartition(".")[2]: path for path in _all_paths(schema)}
     near = difflib.get_close_matches(unknown, elsewhere, n=1, cutoff=0.8)
     if near:
         return f"did you mean {elsewhere[near[0]]}?"
     return f"expected one of {', '.join(siblings)}"
 
 
-def _keys(location: Sequence[int | str]) -> list[str]:
-    section: type[BaseModel] = Config
+def _keys(location: Sequence[int | str], schema: type[Config]) -> list[str]:
+    section: type[BaseModel] = schema
     for part in location:
         if isinstance(part, str):
             section = _section(section.model_fields[part].annotation) or section

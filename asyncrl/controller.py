@@ -37,6 +37,7 @@ from asyncrl.roles.kl_control import KLControl
 from asyncrl.rollout import GroupRequest
 from asyncrl.screening import Screening
 from asyncrl.snapshot import Salvage
+from asyncrl.timeline import NoTimeline, Timeline
 from asyncrl.types import Batch, BatchItem, GroupMeta, Metrics, ReadyGroup, SamplingParams, Task, unmasked
 from asyncrl.waiting import Signal, now, within
 from asyncrl.watchdog import Watchdog
@@ -85,6 +86,7 @@ class Controller:
         reference: Reference | None = None,
         checkpoints: Path | None = None,
         max_queue_bytes: int = 4 << 30,
+        timeline: Timeline | None = None,
     ) -> None:
         self.config = config
         self._tasks = tasks
@@ -108,7 +110,8 @@ class Controller:
         self._screening = Screening(config, self._credit)
         self._kl = KLControl(config.algorithm)
         self._changed = Signal()
-        self._meter = StepMeter(config.generators.slots)
+        self._timeline = timeline or NoTimeline()
+        self._meter = StepMeter(config.generators.slots, self._timeline)
         self._times = self._meter.times
         self._watchdog = Watchdog(
             config.run.stall_after_s, lambda: [*self._groups.describe(self._holder), *pool.describe()]
@@ -347,7 +350,7 @@ class Controller:
             return batch is not None or self._stopped_by is not None
 
         await self._changed.until(stopped_or_taken)
-        self._times.wait_for_batch += now() - start
+        self._times.spent("wait_for_batch", start)
         self._annotator.waited(batch or (), start, now())
         return batch
 
@@ -367,7 +370,8 @@ class Controller:
             "learner.step_timeout_s",
             self._learner.step(Batch(version, items, self._kl.coefficient)),
         )
-        self._times.train += now() - start
+        self._times.spent("train", start, version=version)
+        self._timeline.ranks(version, result.ranks)
         return result
 
     def _retire_batch(self, version: int, groups: Sequence[ReadyGroup], result: StepResult) -> None:

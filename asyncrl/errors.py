@@ -36,7 +36,8 @@
         ├── BadStepsError           learner.max_bad_steps non-finite updates in a row
         ├── NothingTrainableError   too many groups in a row failed or were filtered
         ├── NoGeneratorError        every replica is dead
-        └── ReferenceLostError      a reference that nobody can give back, in a run that promises bits
+        ├── ReferenceLostError      a reference that nobody can give back, in a run that promises bits
+        └── BenchRunError           a run that ``asyncrl bench`` started ended with an error
 
 Messages state what was found, what was expected (with both numbers), and what to change.
 All survive pickling, because Ray carries them between processes.
@@ -201,3 +202,7 @@ class NoGeneratorError(TrainingError):
 
 class ReferenceLostError(TrainingError):
     """An actor of a moving reference died with what it held, and the run promised to repeat its bits."""
+
+
+class BenchRunError(TrainingError):
+    """A run that ``asyncrl bench`` started ended with an error."""

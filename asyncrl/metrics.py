@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from asyncrl.generators.base import GeneratorStatistics
+from asyncrl.timeline import NoTimeline, Timeline
 from asyncrl.types import GroupMeta, Metrics, TrajectoryMeta, group_lag, token_lag
+from asyncrl.waiting import now
 
 
 @dataclass(slots=True)
@@ -36,14 +38,26 @@ class PhaseTimes:
     """Longest standstill of a generator for the swap."""
     eval: float = 0.0
     """A push waited for an evaluation to end."""
+    timeline: Timeline = field(default_factory=NoTimeline)
+    """Hears of every piece of each phase."""
+
+    def spent(self, phase: str, since: float, until: float | None = None, **facts: float) -> None:
+        """The time from ``since`` to ``until`` (now), by the loop's clock, went to ``phase``."""
+        end = now() if until is None else until
+        setattr(self, phase, getattr(self, phase) + end - since)
+        self.timeline.phase(phase, since, end, facts)
 
     def take(self, step_s: float) -> Metrics:
         """``timing_s/...`` of a step of ``step_s`` that ends now; the next one starts at zero."""
         taken = {"timing_s/step": step_s}
-        for name in self.__slots__:
+        for name in PHASES:
             taken[f"timing_s/{name}"] = getattr(self, name)
             setattr(self, name, 0.0)
         return taken
+
+
+PHASES = tuple(phase.name for phase in fields(PhaseTimes) if phase.name != "timeline")
+"""Names of the phases, as ``timing_s/<name>`` in the metrics."""
 
 
 @dataclass(slots=True)
@@ -130,31 +144,37 @@ class GeneratorUse:
     slots: int
     _before: Mapping[str, GeneratorStatistics] = field(default_factory=dict)
 
-    def begin(self, now: Mapping[str, GeneratorStatistics]) -> None:
+    def begin(self, before: Mapping[str, GeneratorStatistics]) -> None:
         """The first step starts here."""
-        self._before = now
+        self._before = before
 
-    def metrics(self, now: Mapping[str, GeneratorStatistics], step_s: float) -> Metrics:
-        """``now`` by a name that a restarted replica does not share with the one before it."""
-        before, self._before = self._before, now
-        if before.keys() != now.keys() or not now or step_s <= 0:
+    def metrics(self, after: Mapping[str, GeneratorStatistics], step_s: float) -> Metrics:
+        """``after`` by a name that a restarted replica does not share with the one before it."""
+        before, self._before = self._before, after
+        if before.keys() != after.keys() or not after or step_s <= 0:
             return {}  # a replica came or went: no difference to take
-        pairs = [(statistics, before[name]) for name, statistics in now.items()]
-        busy = sum(n.busy_s - b.busy_s for n, b in pairs) / len(now)
-        slot = sum(n.slot_s - b.slot_s for n, b in pairs) / len(now)
+        pairs = [(statistics, before[name]) for name, statistics in after.items()]
+        busy = sum(n.busy_s - b.busy_s for n, b in pairs) / len(after)
+        slot = sum(n.slot_s - b.slot_s for n, b in pairs) / len(after)
         sampled = sum(n.tokens - b.tokens for n, b in pairs)
-        return {
+        metrics = {
             "perf/generator_busy": busy / step_s,
             "generator/occupancy": slot / (self.slots * step_s),
             "generator/tokens_per_s": sampled / step_s,
         }
+        full_s = sum(n.full_s - b.full_s for n, b in pairs) / len(after)
+        if full_s > 0:
+            full_tokens = sum(n.full_tokens - b.full_tokens for n, b in pairs)
+            metrics["generator/full"] = full_s / step_s
+            metrics["generator/full_tokens_per_s"] = full_tokens / full_s
+        return metrics
 
 
 class StepMeter:
     """Measures the steps of a run, one after the other."""
 
-    def __init__(self, slots: int) -> None:
-        self.times = PhaseTimes()
+    def __init__(self, slots: int, timeline: Timeline | None = None) -> None:
+        self.times = PhaseTimes(timeline=timeline or NoTimeline())
         self.bias = LengthBias()
         self._use = GeneratorUse(slots)
         self._since = 0.0

@@ -198,7 +198,7 @@ class OutstandingGroups:
         """Bring ``times.wait_for_policy`` up to this moment."""
         moment = now()
         if self._starved_since is not None:
-            self._times.wait_for_policy += moment - self._starved_since
+            self._times.spent("wait_for_policy", self._starved_since, moment)
             self._starved_since = None
         if not self._running and self.room() == 0:
             self._starved_since = moment

@@ -127,19 +127,18 @@ class Pushes:
         evaluate = self._evaluator.enabled and (last or self._is_evaluated(version))
         if not (self._budget.is_due(version) or evaluate or last):
             return None
-        before, synced = self.evaluation, self._times.weight_sync
+        before = self.evaluation
         if self._overlap:
             await self._await_push()
             start = now()
             async with self._turn:
                 await self._copy_out(version)
                 self._version = version
-            self._times.weight_sync_stall += now() - start
+            self._times.spent("weight_sync_stall", start, version=version)
             name = f"push of version {version}"
             self._push = group.create_task(self._publish(version, before), name=name)
         else:
             await self._publish(version, before)
-            self._times.weight_sync_stall += self._times.weight_sync - synced
         self._version = version
         self.evaluation = None
         if evaluate:
@@ -206,7 +205,7 @@ class Pushes:
             start = now()
             await asyncio.wait([evaluation])
             evaluation.result()
-            self._times.eval += now() - start
+            self._times.spent("eval", start)
         async with self._turn:
             # Of the last version no group is annotated any more.
             if self._reference is not None and self._reference.is_due(version) and version < self._steps:
@@ -214,7 +213,15 @@ class Pushes:
             if version != self._budget.live_version:  # else replicas were restarted with it
                 start = now()
                 report = await self._publisher.publish(version)
-                self._times.weight_sync += now() - start
+                facts = {
+                    "version": version,
+                    "bytes": report.nbytes,
+                    "attempts": report.attempts,
+                    "pause_s": report.pause_s,
+                }
+                self._times.spent("weight_sync", start, **facts)
+                if not self._overlap:  # else the learner goes on meanwhile
+                    self._times.spent("weight_sync_stall", start, version=version)
                 self._times.weight_pause += report.pause_s
                 self._budget.set_live(version)
         self._watchdog.made_progress(f"version {version} live")
@@ -226,4 +233,4 @@ class Pushes:
             start = now()
             await asyncio.wait([self._push])
             self._push.result()
-            self._times.wait_for_push += now() - start
+            self._times.spent("wait_for_push", start)

@@ -37,6 +37,7 @@ from asyncrl.snapshot import (
     encode_snapshot,
     key_of,
 )
+from asyncrl.timeline import Tracks
 from asyncrl.types import (
     BoolArray,
     Completion,
@@ -46,9 +47,11 @@ from asyncrl.types import (
     GroupMeta,
     SampleFailure,
     SamplingParams,
+    Span,
     Task,
     Trajectory,
 )
+from asyncrl.waiting import now
 
 _SNAPSHOT_BYTES_PER_S = 4 << 20
 """A snapshot is followed by none for as long as its bytes take at this rate, so that many long answers (12
@@ -89,6 +92,8 @@ class Score:
 
     total: float
     parts: dict[str, float] = field(default_factory=dict)
+    span: tuple[str, float, float] | None = None
+    """Who scored it, from when to when, by the loop's clock."""
 
 
 class Scorer(Protocol):
@@ -105,8 +110,16 @@ class EngineClient:
     """
 
     def __init__(
-        self, engine: Generator, request: GroupRequest, sample: int, first: Completion | None = None
+        self,
+        engine: Generator,
+        request: GroupRequest,
+        sample: int,
+        first: Completion | None = None,
+        tracks: Tracks | None = None,
     ) -> None:
+        self.spans: list[Span] = []
+        """What the engine and the scorer spent on this sample."""
+        self._tracks = tracks or Tracks()
         self._engine = engine
         self._request = request
         self._sample = sample
@@ -128,11 +141,22 @@ class EngineClient:
             asked = (request.prompt_ids, request.sampling)
             self._keeps_first = asked == (group.task.prompt_ids, self._own(group.sampling))
         if turn > 0 or not self._keeps_first:
-            return await self._engine.generate(request)
+            return await self._generate(request)
         first = self._first
         if first is None or first.finish_reason == "abort":
-            self._first = first = await self._engine.generate(replace(request, prefix=first))
+            self._first = first = await self._generate(replace(request, prefix=first))
         return first
+
+    async def _generate(self, request: GenerationRequest) -> Completion:
+        start = now()
+        answer = await self._engine.generate(request)
+        self.note("slot", *(answer.stay or (start, now())), numbered=True)
+        return answer
+
+    def note(self, who: str, begun: float, ended: float, *, numbered: bool = False) -> None:
+        """Somebody spent this time on the sample."""
+        track = self._tracks.assign(who, begun, ended, numbered=numbered)
+        self.spans.append(Span(track, self._sample, begun, ended))
 
     def so_far(self, partials: Mapping[str, Completion]) -> Completion | None:
         """What there is of the first turn, given what the engine has of its running requests.
@@ -159,10 +183,14 @@ class EngineClient:
 class _RunningGroup:
     """A group and what it has so far."""
 
-    def __init__(self, engine: Generator, request: GroupRequest, before: PartialGroup | None) -> None:
+    def __init__(
+        self, engine: Generator, request: GroupRequest, before: PartialGroup | None, tracks: Tracks
+    ) -> None:
         begun = before.begun if before is not None else {}
         self.request = request
-        self.clients = [EngineClient(engine, request, i, begun.get(i)) for i in range(request.answers)]
+        self.clients = [
+            EngineClient(engine, request, i, begun.get(i), tracks) for i in range(request.answers)
+        ]
         self.finished = {t.sample: t for t in before.group.answers} if before is not None else {}
 
     def so_far(self, partials: Mapping[str, Completion]) -> PartialGroup:
@@ -209,6 +237,7 @@ class RolloutHost:
         self._rollout = rollout
         self._encode = encode
         self._mask_truncated = mask_truncated
+        self._tracks = Tracks()
         self._groups: dict[GroupKey, _RunningGroup] = {}
         self._next_snapshot_at = -math.inf
 
@@ -219,7 +248,7 @@ class RolloutHost:
         """
         key = key_of(request.task)
         before = decode_partial(salvage, key, request.start_version) if salvage is not None else None
-        group = _RunningGroup(self.engine, request, before)
+        group = _RunningGroup(self.engine, request, before, self._tracks)
         samples = [
             asyncio.create_task(self._sample(group, sample), name=f"{request.task.uid}:{sample}")
             for sample in range(request.answers)
@@ -246,20 +275,21 @@ class RolloutHost:
         failures = tuple(o for o in outcomes if isinstance(o, SampleFailure))
         whole = group.of(o for o in outcomes if isinstance(o, Trajectory))
         payload = self._encode(whole)
-        return group_meta(whole, payload, failures), payload
+        spans = tuple(span for client in group.clients for span in client.spans)
+        return replace(group_meta(whole, payload, failures), spans=spans), payload
 
     async def snapshot(self) -> tuple[dict[GroupKey, Progress], bytes] | None:
         """What the running groups have so far; None where it is too soon for another snapshot."""
         if not self._groups:
             return {}, b""
-        now = asyncio.get_running_loop().time()
-        if now < self._next_snapshot_at:
+        moment = now()
+        if moment < self._next_snapshot_at:
             return None
         partials = await self.engine.partials()
         groups = {key: group.so_far(partials) for key, group in self._groups.items()}
         begun = {key: partial for key, partial in groups.items() if partial.progress.tokens}
         payload = encode_snapshot(begun)
-        self._next_snapshot_at = now + len(payload) / _SNAPSHOT_BYTES_PER_S
+        self._next_snapshot_at = moment + len(payload) / _SNAPSHOT_BYTES_PER_S
         return {key: partial.progress for key, partial in begun.items()}, payload
 
     async def _sample(self, group: _RunningGroup, sample: int) -> Trajectory | SampleFailure:
@@ -277,6 +307,8 @@ class RolloutHost:
             result = await self._rollout(request.task, client)
             text = self._decode(result.token_ids.tolist())
             score = await self._scorer.score(request.task, text, result)
+            if score.span is not None:
+                client.note(*score.span)
         except RolloutError as error:
             return SampleFailure(sample, request.attempt, type(error).__name__, str(error))
         return Trajectory(

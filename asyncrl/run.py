@@ -37,6 +37,7 @@ from asyncrl.ledger import Retired
 from asyncrl.roles.annotator import Annotator
 from asyncrl.run_folder import RunFolder, claim
 from asyncrl.sentinel import Sentinel
+from asyncrl.timeline import unix_offset
 from asyncrl.tracking import open_tracker
 from asyncrl.types import Metrics, ReadyGroup, Task
 from asyncrl.weight_sync.canary import DEFAULT_TOLERANCE, Canary, canary_tokens
@@ -166,6 +167,8 @@ def build(
         resolve=fetch_payloads,
         rollouts_every=config.log.rollouts_every,
         trackers=[partial(open_tracker, name, folder, config) for name in config.log.trackers],
+        trace_bytes=config.log.trace_mb << 20,
+        clock_offset_s=unix_offset(),
     )
     cores = deal_cores(generators.cpu_cores, generators.replicas)
     names = {f"generator {i}": cores[i] for i in range(generators.replicas)}
@@ -179,6 +182,7 @@ def build(
         max_restarts=generators.max_restarts,
         health_every_s=generators.health_every_s,
         health_timeout_s=generators.health_timeout_s,
+        timeline=files.timeline,
     )
     learner, critics = build_learner(config, model_path, placement)
     sync = config.weight_sync
@@ -206,6 +210,7 @@ def build(
         annotator=annotator,
         reference=reference if isinstance(reference, MovingReference) else None,
         checkpoints=folder / "checkpoints",
+        timeline=files.timeline,
     )
     return Parts(controller, pool, learner, annotator, display, files)
 

@@ -1,4 +1,4 @@
-"""A run's folder: config.yaml, metrics.jsonl, ledger.jsonl, rollouts/ and trackers, written off the loop.
+"""A run's folder: config.yaml, metrics.jsonl, ledger.jsonl, rollouts/, trace.json, trackers; off the loop.
 
 Invariants:
 - Everything is written by one thread in the order in which it was handed over; the event loop never
@@ -20,6 +20,8 @@ from asyncrl.config_load import dump_config
 from asyncrl.errors import ConfigError
 from asyncrl.ledger import Retired
 from asyncrl.queues.codec import append_record
+from asyncrl.timeline import EventTimeline, NoTimeline, Timeline
+from asyncrl.trace_file import TraceFile, TraceRecorder
 from asyncrl.tracking import Tracker
 from asyncrl.types import Metrics, ReadyGroup
 
@@ -50,7 +52,11 @@ class RunFolder:
         resolve: Callable[[Sequence[Any]], list[bytes]],
         rollouts_every: int,
         trackers: Sequence[Callable[[], Tracker]] = (),
+        trace_bytes: int = 0,
+        clock_offset_s: float = 0.0,
     ) -> None:
+        """``trace_bytes``: how long trace.json may get; 0: there is none. ``clock_offset_s`` is added to the
+        times of its events."""
         self.folder = folder
         self._resolve = resolve
         self._rollouts_every = rollouts_every
@@ -59,12 +65,23 @@ class RunFolder:
         self._ledger: TextIO = (folder / "ledger.jsonl").open("a", encoding="utf-8")
         self._trackers: list[Tracker] = []
         self._failure: BaseException | None = None
+        self.timeline: Timeline = NoTimeline()
+        """What the run has to report to for trace.json."""
+        self._trace: TraceRecorder | None = None
+        if trace_bytes:
+            self._trace_file = TraceFile(
+                folder / "trace.json", offset=clock_offset_s, limit_bytes=trace_bytes
+            )
+            self._trace = TraceRecorder(self._trace_file, self._submit)
+            self.timeline = EventTimeline(self._trace.add)
         for open_tracker in trackers:
             self._submit(lambda opens: self._trackers.append(opens()), open_tracker)
 
     def metrics(self, record: Metrics) -> None:
         """A line of metrics.jsonl, on disk once the thread got to it."""
         self._submit(self._write_metrics, dict(record))
+        if self._trace is not None:
+            self._trace.flush()
 
     def retired(self, retired: Retired) -> None:
         """A line of ledger.jsonl."""
@@ -82,6 +99,9 @@ class RunFolder:
 
     def close(self) -> None:
         """Write out what is left. Raises the first failed write."""
+        if self._trace is not None:
+            self._trace.flush()
+            self._submit(self._trace_file.close)
         self._submit(self._ledger.close)
         self._submit(self._metrics.close)
         self._submit(self._close_trackers)

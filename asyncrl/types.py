@@ -69,6 +69,9 @@ class Completion:
     versions: Int32Array
     """Policy version that sampled each token."""
     finish_reason: FinishReason
+    stay: tuple[float, float] | None = None
+    """(begun, ended): when it held a slot, by the clock of the engine's loop; None where that is not known,
+    and of what was not sampled at one go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +122,19 @@ class Trajectory:
 
     def meta(self) -> TrajectoryMeta:
         """The scalars of this trajectory."""
-        versions, counts = np.unique(self.versions[self.loss_mask], return_counts=True)
+        trained = self.versions[self.loss_mask]
+        if len(trained) and trained.min() == trained.max():  # most are of one version, and this is quick
+            spans: tuple[tuple[int, int], ...] = ((int(trained[0]), len(trained)),)
+        else:
+            versions, counts = np.unique(trained, return_counts=True)
+            spans = tuple(zip(versions.tolist(), counts.tolist(), strict=True))
         return TrajectoryMeta(
             sample=self.sample,
             prompt_tokens=len(self.prompt_ids),
             response_tokens=len(self.token_ids),
             reward=self.reward,
             finish_reason=self.finish_reason,
-            trained=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
+            trained=spans,
             rewards=dict(self.rewards),
         )
 
@@ -171,6 +179,17 @@ class SampleFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Time that a slot, or a reward worker, spent on one sample. Seconds by the loop's clock."""
+
+    track: str
+    """Which slot or worker of the replica, e.g. ``slot 3``."""
+    sample: int
+    begun: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """The trajectories of one task; ``group_size`` of them less those that failed."""
 
@@ -207,6 +226,9 @@ class GroupMeta:
     failures: tuple[SampleFailure, ...] = ()
     baseline: TrajectoryMeta | None = None
     """Of the greedy answer beside them; its tokens and its reward are in no other figure here."""
+    spans: tuple[Span, ...] = field(default=(), compare=False)
+    """What the replica's slots and reward workers spent on it, for the timeline. Equal groups may differ
+    in it."""
 
     @property
     def oldest_version(self) -> int | None:

@@ -27,6 +27,7 @@ from asyncrl.placement import actor_options, pin_process
 from asyncrl.processes import Whereabouts, kill_actor, process_at, whereabouts
 from asyncrl.rollout import GroupRequest, RolloutHost
 from asyncrl.snapshot import GroupKey, Progress, Snapshot
+from asyncrl.timeline import shifted, unix_offset
 from asyncrl.types import Float32Array, GroupMeta
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 
@@ -68,7 +69,8 @@ class GeneratorActor:
     ) -> tuple[GroupMeta, bytes]:
         """``salvage`` holds one reference or none; in a list, so that its loss does not fail the call."""
         host = self._started()
-        return await host.run_group(request, await self._fetched(request, salvage))
+        meta, payload = await host.run_group(request, await self._fetched(request, salvage))
+        return shifted(meta, unix_offset()), payload
 
     async def _fetched(self, request: GroupRequest, salvage: list[ray.ObjectRef[bytes]]) -> bytes | None:
         if not salvage:
@@ -171,7 +173,7 @@ class RayReplica:
             # Cancelling our await does not cancel the call: its slots would stay taken.
             ray.cancel(meta_ref)
             raise
-        return meta, payload_ref
+        return shifted(meta, -unix_offset()), payload_ref
 
     async def snapshot(self) -> Snapshot | None:
         groups_ref, payload_ref = self._actor.snapshot.options(num_returns=2).remote()

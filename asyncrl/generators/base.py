@@ -44,6 +44,10 @@ class GeneratorStatistics:
     paused_s: float
     """Seconds that generation stood still for weight swaps."""
     swaps: int
+    full_s: float = 0.0
+    """The part of ``busy_s`` in which every slot was taken."""
+    full_tokens: int = 0
+    """Tokens sampled in ``full_s``: by it, the rate of the engine with all slots full."""
 
 
 class Generator(Protocol):

@@ -36,7 +36,7 @@ class PoolScorer:
             result.finish_reason,
             uid=task.uid,
         )
-        return Score(score.total, score.parts)
+        return Score(score.total, score.parts, (f"reward worker {score.worker}", score.begun, score.ended))
 
 
 class NoFunctions:

@@ -13,8 +13,9 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,12 +39,14 @@ def fixed_rows(slots: int) -> int:
     return -(-slots // 8) * 8
 
 
-@dataclass(eq=False, frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Admission:
     """A request on its way through the batch; the object itself is the sequence's identity."""
 
     request: GenerationRequest
     stop: StopStrings | None = None
+    begun: float = 0.0
+    """When it got its row, by the loop's clock."""
 
 
 Ended = tuple[Admission, Completion]
@@ -116,6 +119,7 @@ class ContinuousBatch:
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Start sequences in free rows and prefill them; at most ``free`` of them."""
+        now = time.monotonic()
         targets = [i for i, row in enumerate(self._rows) if row is None][: len(admissions)]
         if len(targets) < len(admissions):
             raise ValueError(f"{len(admissions)} sequences admitted to {len(targets)} free rows")
@@ -133,6 +137,7 @@ class ContinuousBatch:
         leaders: list[int] = []
         copies: dict[int, list[int]] = {}
         for i, admission in enumerate(admissions):
+            admission.begun = now
             request = admission.request
             ids = np.asarray(request.context_ids, dtype=np.int64)
             # The answer starts after the prompt, and the first token sampled here after the prefix.
@@ -292,7 +297,8 @@ class ContinuousBatch:
     def _remove(self, index: int, reason: FinishReason) -> Ended:
         row = self._rows[index]
         assert row is not None
-        completion = self._answer(index, reason)
+        stay = (row.admission.begun, time.monotonic())
+        completion = replace(self._answer(index, reason), stay=stay)
         self._rows[index] = None
         self._position[index] = 0
         self._advance[index] = 0

@@ -18,13 +18,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from asyncrl.errors import GeneratorError, LostGroupError, NoGeneratorError, VersionGoneError
 from asyncrl.generators.base import GeneratorStatistics
-from asyncrl.generators.member import Member, Replica
+from asyncrl.generators.member import Member, Replica, State
 from asyncrl.rollout import GroupRequest
 from asyncrl.snapshot import Salvage, key_of
+from asyncrl.timeline import NoTimeline, Timeline
 from asyncrl.types import GroupMeta, Metrics
 from asyncrl.waiting import Signal
 
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 _BACKOFF_S = 1.0
 """Wait before the first restart; doubled for each in a row that completed no group."""
 _BACKOFF_MAX_S = 60.0
+_OUTSTANDING_TOKENS = attrgetter("outstanding_tokens")
 
 
 class GeneratorPool:
@@ -54,9 +57,12 @@ class GeneratorPool:
         max_restarts: int = 3,
         health_every_s: float = 1.0,
         health_timeout_s: float = 3.5,
+        timeline: Timeline | None = None,
     ) -> None:
+        self._timeline = timeline or NoTimeline()
         self._changed = Signal()
-        self.members = [Member(replica, self._changed.notify) for replica in replicas]
+        self._by_state: dict[tuple[State, ...], list[Member]] = {}
+        self.members = [Member(replica, self._member_changed) for replica in replicas]
         self.restarts = 0
         """Replicas started anew so far, over all."""
         self.continued_samples = 0
@@ -74,17 +80,28 @@ class GeneratorPool:
     @property
     def live(self) -> list[Member]:
         """Members that take new work."""
-        return [member for member in self.members if member.state == "live"]
+        return self._in_state("live")
 
     @property
     def joining(self) -> list[Member]:
         """Members that run and wait for weights."""
-        return [member for member in self.members if member.state == "joining"]
+        return self._in_state("joining")
 
     @property
     def receivers(self) -> list[Member]:
         """Members that the next version is for: the live and the joining ones."""
-        return [member for member in self.members if member.state in ("live", "joining")]
+        return self._in_state("live", "joining")
+
+    def _in_state(self, *states: State) -> list[Member]:
+        """Kept until a member changes: it is asked for with every group, of up to thousands of members."""
+        found = self._by_state.get(states)
+        if found is None:
+            found = self._by_state[states] = [member for member in self.members if member.state in states]
+        return found
+
+    def _member_changed(self) -> None:
+        self._by_state.clear()
+        self._changed.notify()
 
     @property
     def live_version(self) -> int:
@@ -99,11 +116,15 @@ class GeneratorPool:
     async def until(self, condition: Callable[[GeneratorPool], object]) -> None:
         """Wait until ``condition`` holds. Raises NoGeneratorError when no replica is left to change it."""
 
+        met = False
+
         def met_or_hopeless() -> bool:
-            return bool(condition(self)) or self._all_lost()
+            nonlocal met
+            met = bool(condition(self))
+            return met or self._all_lost()
 
         await self._changed.until(met_or_hopeless)
-        if not condition(self):
+        if not met:
             raise self._none_left()
 
     # Work.
@@ -152,6 +173,7 @@ class GeneratorPool:
             self._changed.notify()
         if member.alive:  # what was decided at its death stands
             member.completed += 1
+        self._timeline.group(member.name, outcome[0])
         return outcome
 
     def _count_continued(self, salvage: Salvage, request: GroupRequest, member: Member) -> None:
@@ -167,8 +189,12 @@ class GeneratorPool:
         )
 
     async def _choose(self, version: int | None) -> Member:
+        members: list[Member] = []
+
         def able(pool: GeneratorPool) -> list[Member]:
-            return [m for m in pool.live if not m.reserved and (version is None or m.version == version)]
+            nonlocal members
+            members = [m for m in pool.live if not m.reserved and (version is None or m.version == version)]
+            return members
 
         def gone(pool: GeneratorPool) -> bool:
             return (
@@ -178,13 +204,12 @@ class GeneratorPool:
             )
 
         await self.until(lambda pool: able(pool) or gone(pool))
-        members = able(self)
         if not members:
             raise VersionGoneError(
                 f"no replica holds version {version} any more, and the newest is {self._newest}: "
                 "the last that held it died, and the learner has moved on"
             )
-        return min(members, key=lambda m: m.outstanding_tokens)
+        return min(members, key=_OUTSTANDING_TOKENS)
 
     async def _reserve(self, version: int | None) -> Member:
         """A live replica with no group, which gets none until ``reserved`` is taken back."""
@@ -247,10 +272,10 @@ class GeneratorPool:
             log.warning("%s is restarted in %g s", member.name, delay_s)
             await asyncio.sleep(delay_s)
             assert self._restart is not None
-            fresh = Member(self._restart(member.name), self._changed.notify, member.life + 1, again + 1)
+            fresh = Member(self._restart(member.name), self._member_changed, member.life + 1, again + 1)
             self.members[seat] = fresh
             self.restarts += 1
-            self._changed.notify()
+            self._member_changed()
             try:
                 await self._start(fresh)
             except Exception as error:  # noqa: BLE001  whatever kept it from starting, it counts as a death

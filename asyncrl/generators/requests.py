@@ -74,4 +74,5 @@ def whole_answer(request: GenerationRequest, sampled: Completion) -> Completion:
         np.concatenate((prefix.logprobs, sampled.logprobs)),
         np.concatenate((prefix.versions, sampled.versions)),
         sampled.finish_reason,
+        sampled.stay,
     )

@@ -16,13 +16,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from asyncrl.errors import GeneratorError
 from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
@@ -79,6 +79,8 @@ class _Sequence:
     """Work at which its first token began; with a prefix, at which it would have."""
     pace: float = 1.0
     """Work that one of its tokens takes."""
+    admitted_at: float = 0.0
+    """When it got its slot, by the loop's clock."""
 
 
 @dataclass(slots=True)
@@ -90,6 +92,10 @@ class _Clock:
     busy_s: float = 0.0
     slot_s: float = 0.0
     paused_s: float = 0.0
+    full_s: float = 0.0
+    full_tokens: float = 0.0
+    prefill_s: float = 0.0
+    """Time that is still owed to prompts: no sequence moves until it has passed."""
 
 
 def _one_speed(running: int) -> float:
@@ -102,7 +108,8 @@ class ScriptedGenerator:
 
     ``token_s`` seconds a token, times ``slowdown(n)`` with n sequences running; ``first_token_s``
     more for the first of each (prefill), slowed down alike. ``duration_s``, where given, is the
-    time in seconds that a request's tokens take in all instead, at slowdown 1.
+    time in seconds that a request's tokens take in all instead, at slowdown 1. ``prefill_s`` is the time
+    for which everything stands still as a request gets its slot.
     """
 
     slots: int = 64
@@ -111,6 +118,7 @@ class ScriptedGenerator:
     first_token_s: float = 0.0
     slowdown: Callable[[int], float] = _one_speed
     duration_s: Callable[[GenerationRequest], float] | None = None
+    prefill_s: Callable[[GenerationRequest], float] | None = None
     failure: Callable[[GenerationRequest], Failure | None] = lambda request: None
     start_s: float = 0.0
     join_s: float = 0.0
@@ -297,6 +305,8 @@ class ScriptedGenerator:
             slot_s=clock.slot_s if clock else 0.0,
             paused_s=clock.paused_s if clock else 0.0,
             swaps=self._swaps,
+            full_s=clock.full_s if clock else 0.0,
+            full_tokens=round(clock.full_tokens) if clock else 0,
         )
 
     async def close(self) -> None:
@@ -360,11 +370,17 @@ class ScriptedGenerator:
         if self._holds:
             clock.paused_s += passed
         elif self._running:
-            clock.work += passed * self._rate()
+            running, before = len(self._running), clock.work
+            prefilled = min(passed, clock.prefill_s)
+            clock.prefill_s -= prefilled
+            clock.work += (passed - prefilled) * self._rate()
             if self._due:
                 clock.work = min(clock.work, self._due[0][0])  # the timer may fire late, never past
             clock.busy_s += passed
-            clock.slot_s += passed * len(self._running)
+            clock.slot_s += passed * running
+            if running == self.slots:
+                clock.full_s += passed
+                clock.full_tokens += (clock.work - before) * running
         return clock
 
     def _sampled(self, sequence: _Sequence) -> int:
@@ -388,7 +404,7 @@ class ScriptedGenerator:
             heapq.heappop(self._due)
         rate = self._rate()
         if self._due and rate:
-            wait = (self._due[0][0] - clock.work) / rate
+            wait = clock.prefill_s + (self._due[0][0] - clock.work) / rate
             self._timer = asyncio.get_running_loop().call_at(clock.at + wait, self._on_timer)
 
     def _admit(self, sequence: _Sequence, clock: _Clock) -> None:
@@ -396,6 +412,9 @@ class ScriptedGenerator:
         if self.duration_s is not None:
             sequence.pace = self.duration_s(request) / (self.token_s * max(1, sequence.length))
         sequence.begun = clock.work + self.first_token_s / self.token_s - request.given * sequence.pace
+        if self.prefill_s is not None:
+            clock.prefill_s += self.prefill_s(request)
+        sequence.admitted_at = clock.at
         self._running[request.uid] = sequence
         self._prefill_tokens += len(request.prompt_ids) + request.given
         failure, tokens = sequence.failure, sequence.length
@@ -437,17 +456,28 @@ class ScriptedGenerator:
     def _answer(self, sequence: _Sequence, tokens: int, reason: FinishReason) -> Completion:
         """The first ``tokens`` of an answer, those of its prefix included."""
         request, given = sequence.request, sequence.request.given
+        assert self._clock is not None
         first = request.key.ordinal * 7919 + request.key.sample * 104729 + request.key.attempt
         sampled = Completion(
             token_ids=((first + np.arange(given, tokens)) % self.vocab_size).astype(np.int32),
             logprobs=np.full(tokens - given, -math.log(self.vocab_size), dtype=np.float32),
-            versions=self._versions_of(sequence, np.arange(given, tokens)),
+            versions=self._versions_of(sequence, given, tokens),
             finish_reason=reason,
+            stay=(sequence.admitted_at, self._clock.at),
         )
         return whole_answer(request, sampled)
 
-    def _versions_of(self, sequence: _Sequence, tokens: npt.NDArray[np.int64]) -> Int32Array:
-        """Token i is sampled at work begun + (i + 1) * pace; a swap at that very work comes after it."""
-        sampled_at = sequence.begun + (tokens + 1) * sequence.pace
-        era = np.searchsorted(np.asarray(self._boundaries), sampled_at - 1e-9, side="left")
-        return np.asarray(self._versions, dtype=np.int32)[era]
+    def _versions_of(self, sequence: _Sequence, given: int, tokens: int) -> Int32Array:
+        """Of tokens ``given`` to ``tokens`` - 1, (tokens - given,).
+
+        Token i is sampled at work begun + (i + 1) * pace; a swap at that very work comes after it.
+        """
+        begun, pace = sequence.begun - 1e-9, sequence.pace
+        # Most answers are of one version, and a long simulation has thousands.
+        first = bisect_left(self._boundaries, begun + (given + 1) * pace)
+        last = bisect_left(self._boundaries, begun + tokens * pace)
+        if first >= last:
+            return np.full(tokens - given, self._versions[first], dtype=np.int32)
+        sampled_at = begun + np.arange(given + 1, tokens + 1) * pace
+        era = np.searchsorted(np.asarray(self._boundaries[first:last]), sampled_at, side="left")
+        return np.asarray(self._versions[first : last + 1], dtype=np.int32)[era]

@@ -117,6 +117,8 @@ class TorchEngine:
         self._paused_at: float | None = None
         self._busy_s = 0.0
         self._slot_s = 0.0
+        self._full_s = 0.0
+        self._full_tokens = 0
         self._paused_s = 0.0
         self._swaps = 0
 
@@ -332,6 +334,8 @@ class TorchEngine:
             slot_s=self._slot_s,
             paused_s=self._paused_s,
             swaps=self._swaps,
+            full_s=self._full_s,
+            full_tokens=self._full_tokens,
         )
 
     async def close(self) -> None:
@@ -449,6 +453,9 @@ class TorchEngine:
         took = time.monotonic() - began
         self._busy_s += took
         self._slot_s += took * running
+        if running == self._slots:
+            self._full_s += took
+            self._full_tokens += running
         return True
 
     def _stand_still(self) -> None:

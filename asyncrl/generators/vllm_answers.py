@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,15 @@ def completion_of(uid: str, output: Any, starts: Sequence[tuple[int, int]]) -> C
             f"request {uid}: vLLM stamped token {first} of {len(token_ids)} with version "
             f"{versions[first]}, but by the counts at each swap it is of version {counted[first]}"
         )
-    return Completion(token_ids, logprobs, versions, _FINISH[answer.finish_reason])
+    return Completion(token_ids, logprobs, versions, _FINISH[answer.finish_reason], _stay(output))
+
+
+def _stay(output: Any) -> tuple[float, float] | None:
+    """When vLLM had it in its batch: by the monotonic clock, as its scheduler stamps it."""
+    times = getattr(output, "metrics", None)
+    if times is None or not 0 < times.scheduled_ts <= times.last_token_ts:
+        return None
+    return times.scheduled_ts, times.last_token_ts
 
 
 def partial_of(uid: str, state: Any, starts: Sequence[tuple[int, int]]) -> Completion:
@@ -71,7 +80,13 @@ def cut_across(answer: Completion, seam: int, stop: StopStrings) -> Completion:
     end = stop.end_across(answer.token_ids.tolist(), seam)
     if end is None:
         return answer
-    return Completion(answer.token_ids[:end], answer.logprobs[:end], answer.versions[:end], "stop")
+    return replace(
+        answer,
+        token_ids=answer.token_ids[:end],
+        logprobs=answer.logprobs[:end],
+        versions=answer.versions[:end],
+        finish_reason="stop",
+    )
 
 
 def _sampled(

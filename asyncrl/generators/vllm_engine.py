@@ -87,7 +87,7 @@ class VLLMEngine:
         self._sequences: dict[str, _Sequence] = {}
         self._scored = 0
         self._live_version = 0
-        self._meter = Meter()
+        self._meter = Meter(settings.slots)
         self._paused_s = 0.0
         self._swaps = 0
         self._fault: str | None = None
@@ -480,6 +480,8 @@ class VLLMEngine:
             slot_s=self._meter.slot_s,
             paused_s=self._paused_s,
             swaps=self._swaps,
+            full_s=self._meter.full_s,
+            full_tokens=self._meter.full_tokens,
         )
 
     async def check_health(self) -> None:

@@ -15,7 +15,8 @@ class Meter:
     """Integrates steps into counters. vLLM reports after each step; time between two reports counts as
     busy if sequences ran at the first of them."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, slots: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._slots = slots
         self._clock = clock
         self._since = clock()
         self.running = 0
@@ -25,6 +26,10 @@ class Meter:
         """Prompt tokens that were computed: those found in the prefix cache are not."""
         self.busy_s = 0.0
         self.slot_s = 0.0
+        self.full_s = 0.0
+        """The part of ``busy_s`` in which every slot was taken."""
+        self.full_tokens = 0
+        """Tokens sampled in ``full_s``."""
 
     def begin(self) -> None:
         """A request was handed over; where none ran, the engine is busy from now on."""
@@ -46,7 +51,7 @@ class Meter:
 
     def reset(self) -> None:
         """Forget everything so far, as after a warm-up."""
-        self.__init__(self._clock)  # type: ignore[misc]
+        self.__init__(self._slots, self._clock)  # type: ignore[misc]
 
     # What vLLM calls.
 
@@ -63,6 +68,8 @@ class Meter:
     ) -> None:
         if iteration_stats is not None:
             self.tokens += iteration_stats.num_generation_tokens
+            if self.running == self._slots:
+                self.full_tokens += iteration_stats.num_generation_tokens
             self.prefill_tokens += iteration_stats.prompt_token_stats.computed
         if scheduler_stats is not None:
             self._count()
@@ -82,4 +89,6 @@ class Meter:
         if self.running:
             self.busy_s += now - self._since
             self.slot_s += (now - self._since) * self.running
+            if self.running == self._slots:
+                self.full_s += now - self._since
         self._since = now

@@ -57,7 +57,7 @@ class ActorCritic:
             "timing_s/policy_update": policy.train_s,
             "timing_s/critic_update": critic.train_s,
         }
-        return StepResult(policy.skipped, metrics, max(policy.train_s, critic.train_s))
+        return StepResult(policy.skipped, metrics, max(policy.train_s, critic.train_s), policy.ranks)
 
     def _count(self, critic: StepResult) -> None:
         self._bad_in_a_row = self._bad_in_a_row + 1 if critic.skipped else 0

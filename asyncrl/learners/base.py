@@ -89,6 +89,8 @@ class StepResult:
     skipped: bool
     metrics: Metrics
     train_s: float = 0.0
+    ranks: tuple[tuple[float, float], ...] = ()
+    """(begun, ended) of each rank's own part, by the clock of the controller's loop; () where not known."""
 
 
 def finite(metrics: Metrics) -> Metrics:

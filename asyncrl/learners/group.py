@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from asyncrl.learners.packing import RankPlan, plan_step
 from asyncrl.learners.ranks import RayRanks, free_port
 from asyncrl.learners.samples import SentGroup, rank_step, sent_groups
 from asyncrl.placement import actor_options, pin_process
+from asyncrl.timeline import unix_offset
 from asyncrl.types import Batch, Float32Array, group_lag
 from asyncrl.weight_sync.base import Channel, PushGroupSpec, plan_buckets
 
@@ -80,8 +82,9 @@ class LearnerActor:
     def step(
         self, version: int, kl_coef: float, plan: RankPlan, groups: Sequence[SentGroup], *payloads: bytes
     ) -> StepResult:
+        begun = time.time()
         result: StepResult = self._learner.step(rank_step(version, kl_coef, plan, groups, payloads))
-        return result
+        return replace(result, ranks=((begun, time.time()),))
 
     def open_push_group(self, spec: PushGroupSpec, channel: Channel) -> None:
         self._sender.open(spec, self._store, channel)
@@ -159,7 +162,9 @@ class RayLearner:
             # As arguments of their own, so that Ray resolves them in the rank's process.
             arguments.append((batch.version, batch.kl_coef, plan, groups, *payloads))
         results: list[StepResult] = await self._ranks.each("step", arguments)
-        return results[0]
+        offset = unix_offset()
+        spans = (span for result in results for span in result.ranks)
+        return replace(results[0], ranks=tuple((begun - offset, ended - offset) for begun, ended in spans))
 
     async def open_push_group(self, spec: PushGroupSpec, channel: Channel = "generators") -> None:
         await self._ranks.all("open_push_group", spec, channel, lane=self._push_lane)

@@ -65,10 +65,11 @@ class ScriptedLearner:
         dies_at: int | None = None,
         failed_pushes: Collection[int] = (),
         version: int = 0,
+        keeps_batches: bool = True,
     ) -> None:
         self.version = version
         self.batches: list[Batch] = []
-        """Every batch that a step was asked for, in order."""
+        """Every batch that a step was asked for, in order; empty where none is kept."""
         self.pushed: list[int] = []
         """Versions that were sent to generators, in order."""
         self.referred: list[int] = []
@@ -88,6 +89,8 @@ class ScriptedLearner:
         self._dies_at = dies_at
         self._failed_pushes = frozenset(failed_pushes)
         self._push_calls = 0
+        self._step_calls = 0
+        self._keeps_batches = keeps_batches
         self._up = False
         self._why_down = "was not started"
 
@@ -108,10 +111,12 @@ class ScriptedLearner:
 
     async def step(self, batch: Batch) -> StepResult:
         self._check_up()
-        attempt = len(self.batches)
-        self.batches.append(batch)
+        attempt, self._step_calls = self._step_calls, self._step_calls + 1
+        if self._keeps_batches:
+            self.batches.append(batch)
         self._check(batch)
         duration = self._step_s(batch) if callable(self._step_s) else self._step_s
+        begun = asyncio.get_running_loop().time()
         self._stepping = True
         try:
             await asyncio.sleep(duration)
@@ -123,7 +128,8 @@ class ScriptedLearner:
         skipped = attempt in self._bad_steps
         if not skipped:
             self.version += 1
-        return StepResult(skipped=skipped, metrics={"actor/pg_loss": 0.0}, train_s=duration)
+        ranks = ((begun, begun + duration),)
+        return StepResult(skipped, {"actor/pg_loss": 0.0}, train_s=duration, ranks=ranks)
 
     async def open_push_group(self, spec: PushGroupSpec, channel: Channel = "generators") -> None:
         self._check_up()

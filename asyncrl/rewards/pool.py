@@ -50,6 +50,11 @@ class RewardScore:
 
     total: float
     parts: dict[str, float]
+    worker: int = field(default=0, compare=False)
+    """Which worker it came from."""
+    begun: float = field(default=0.0, compare=False)
+    """When that began with it, by the loop's clock."""
+    ended: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,7 @@ class RewardStatistics:
 class _Slot:
     """A place for one worker process after another."""
 
+    seat: int
     process: WorkerProcess | None = None
     task: asyncio.Task[None] | None = None
     ready: asyncio.Future[tuple[Signature, ...]] = field(
@@ -128,7 +134,7 @@ class RewardPool:
 
         Raises ConfigError for a function that cannot be loaded, and DeadlineError.
         """
-        self._slots = [_Slot() for _ in range(self._workers)]
+        self._slots = [_Slot(seat) for seat in range(self._workers)]
         for i, slot in enumerate(self._slots):
             slot.task = asyncio.create_task(self._keep_running(slot), name=f"reward worker {i}")
         try:
@@ -173,7 +179,7 @@ class RewardPool:
         call = Call(self._next_id, uid, packed, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         self._dispatch_soon()
-        return self._combined(uid, await call.future)
+        return self._combined(call, await call.future)
 
     def statistics(self) -> RewardStatistics:
         """Counters, and what is going on now."""
@@ -234,6 +240,7 @@ class RewardPool:
         replies = Replies(process.incoming)
         try:
             signatures = await self._started(replies)
+            process.seat = slot.seat
             slot.process = process
             if not slot.ready.done():
                 slot.ready.set_result(signatures)
@@ -304,13 +311,18 @@ class RewardPool:
             process.flush()
 
     def _on_reply(self, process: WorkerProcess, call_id: int, kind: str, payload: Any) -> None:
-        call = process.running_async.pop(call_id, None) or process.head_done()
+        begun = process.head_since
+        call = process.running_async.pop(call_id, None)
+        if call is None:
+            call = process.head_done()
+            call.begun = begun
         if call.id != call_id:
             raise InvariantError(f"found a reply to call {call_id}; expected one to call {call.id}")
         if kind == wire.ADVANCED:
             call.since = process.head_since
             process.running_async[call.id] = call
             return
+        call.worker, call.ended = process.seat, asyncio.get_running_loop().time()
         self._counts[kind] += 1
         if kind == wire.SCORED:
             if not call.future.done():
@@ -357,7 +369,8 @@ class RewardPool:
             f"{self._timeout_s:g} s; the call was ended"
         )
 
-    def _combined(self, uid: str, values: Sequence[float | None]) -> RewardScore:
+    def _combined(self, call: Call, values: Sequence[float | None]) -> RewardScore:
+        uid = call.uid
         parts = {
             s.name: value for s, value in zip(self._signatures, values, strict=True) if value is not None
         }
@@ -370,7 +383,7 @@ class RewardPool:
         total = sum((f.weight * value for f, value in pairs if value is not None), 0.0)
         if not math.isfinite(total):
             raise RewardValueError(f"{uid}: found a weighted sum of {total} from {parts}; expected it finite")
-        return RewardScore(total, parts)
+        return RewardScore(total, parts, call.worker, call.begun, call.ended)
 
 
 def _exit_text(code: int | None) -> str:

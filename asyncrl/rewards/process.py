@@ -53,6 +53,11 @@ class Call:
     """It was in flight beside others when a worker got stuck, and any of them may be at fault."""
     since: float = 0.0
     """When its async functions began, on the loop's clock."""
+    begun: float = 0.0
+    """When its worker began with it."""
+    ended: float = 0.0
+    worker: int = 0
+    """Seat of the worker that scored it."""
 
     def fail(self, error: RewardError) -> None:
         """End it with ``error``, unless its waiter was cancelled."""
@@ -75,6 +80,8 @@ class WorkerProcess:
     head_since: float = 0.0
     mean_call_s: float = _AHEAD_S
     """Moving average of the time that the sync functions of a call take."""
+    seat: int = 0
+    """Its number among the workers of the pool; the next one in its place has it too."""
     stuck: bool = False
     """A call was overdue, and the process was killed for it."""
     _exclusive: bool = False

@@ -48,6 +48,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ["train", "--help"],
         ["train", "--config", "run.yaml", "run.steps=0"],
         ["check", "--config", "no.yaml"],
+        ["bench", "--config", "run.yaml", "run.nmae=x"],
+        ["simulate", "--workload", "no.yaml"],
         ["check", "--config", "run.yaml", "rollout.top_p=0.5"],
         ["doctor", "--config", "run.yaml", "run.nmae=x"],
     ],

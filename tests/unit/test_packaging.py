@@ -13,9 +13,11 @@ import pytest
 import yaml
 
 from asyncrl.config_load import load_config
+from asyncrl.simulate.workload import load_simulation
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+WORKLOADS = sorted((ROOT / "configs" / "workloads").glob("*.yaml"))
 
 
 def blocks(name: str) -> dict[str, Any]:
@@ -24,14 +26,25 @@ def blocks(name: str) -> dict[str, Any]:
     return values  # type: ignore[no-any-return]
 
 
+def assert_says_how(file: Path, command: str) -> None:
+    header = [line for line in file.read_text().split("\n\n")[0].splitlines() if line.startswith("#")]
+    text = "\n".join(header)
+    assert command in text
+    assert "Hardware:" in text
+    assert "Duration:" in text
+
+
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_a_shipped_config_loads_and_starts_with_how_to_run_it(file: Path) -> None:
     load_config(file)
-    header = [line for line in file.read_text().split("\n\n")[0].splitlines() if line.startswith("#")]
-    text = "\n".join(header)
-    assert f"asyncrl train --config configs/{file.name}" in text
-    assert "Hardware:" in text
-    assert "Duration:" in text
+    verb = "bench" if file.name.startswith("bench") else "train"
+    assert_says_how(file, f"asyncrl {verb} --config configs/{file.name}")
+
+
+@pytest.mark.parametrize("file", WORKLOADS, ids=lambda file: file.name)
+def test_a_shipped_workload_loads_and_starts_with_how_to_run_it(file: Path) -> None:
+    load_simulation(file)
+    assert_says_how(file, f"asyncrl simulate --workload configs/workloads/{file.name}")
 
 
 @pytest.mark.parametrize("name", ["sync.yaml", "overlap.yaml"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -220,6 +221,21 @@ async def test_weighted_sum_and_parts(folder: Path) -> None:
             0.5 - 2.0 + 2.0, {"length": 1.0, "right": 1.0, "maybe": 2.0}
         )
         assert await score(pool, "none") == RewardScore(2.0, {"length": 4.0, "right": 0.0})
+
+
+async def test_a_score_says_who_made_it_and_when(folder: Path) -> None:
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    async with pool_of(folder, "length", workers=2) as pool:
+        scores = await asyncio.gather(*(score(pool, "abc") for _ in range(12)))
+    by_worker = {
+        worker: sorted((s.begun, s.ended) for s in scores if s.worker == worker) for worker in (0, 1)
+    }
+    assert sum(map(len, by_worker.values())) == 12
+    for spans in by_worker.values():
+        assert all(began < begun <= ended < clock() for begun, ended in spans)
+        # A worker runs one sync function at a time.
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
 
 
 async def test_arguments_reach_the_function(folder: Path) -> None:

@@ -113,6 +113,40 @@ def test_speed_can_depend_on_how_many_run():
     virtually(scenario)
 
 
+def test_a_prompt_stops_all_sequences_for_as_long_as_it_takes():
+    async def scenario():
+        generator = ScriptedGenerator(
+            slots=2,
+            length=scripted_length({(0, 0): 10}, default=4),
+            token_s=0.5,
+            prefill_s=lambda asked: 0.1 * len(asked.prompt_ids),
+        )
+        await generator.start()
+        results = await asyncio.gather(*(timed(generator, request(i)) for i in range(3)))
+        # Two prompts of 0.3 s first, and the third's when the second answer has made room for it.
+        assert [end for _, end in results] == pytest.approx(
+            [0.6 + 0.3 + 10 * 0.5, 0.6 + 2.0, 2.6 + 0.3 + 2.0]
+        )
+        assert generator.statistics().busy_s == pytest.approx(5.9)
+
+    virtually(scenario)
+
+
+def test_the_time_with_all_slots_taken_and_its_tokens_are_counted_apart():
+    async def scenario():
+        generator = ScriptedGenerator(
+            slots=2, length=scripted_length({(0, 0): 10}, default=4), token_s=0.5, start_s=1.0
+        )
+        await generator.start()
+        results = await asyncio.gather(*(generator.generate(request(i)) for i in range(2)))
+        statistics = generator.statistics()
+        assert (statistics.full_s, statistics.full_tokens) == pytest.approx((2.0, 8))
+        assert (statistics.busy_s, statistics.tokens) == pytest.approx((5.0, 14))
+        assert [got.stay for got in results] == [pytest.approx((1.0, 6.0)), pytest.approx((1.0, 3.0))]
+
+    virtually(scenario)
+
+
 def test_max_new_tokens_cuts_an_answer():
     async def scenario():
         generator = ScriptedGenerator(length=constant_length(10))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from collections import Counter
 from typing import Any
 
@@ -89,6 +90,24 @@ async def test_samples_and_logprobs_are_those_of_full_passes(make, deterministic
     assert statistics.tokens == sum(each.sampling.max_new_tokens for each in asked)
     assert (statistics.running, statistics.waiting, statistics.outstanding_tokens) == (0, 0, 0)
     assert 0 < statistics.slot_s <= 4 * statistics.busy_s
+
+
+async def test_full_slots_are_counted_apart_and_answers_say_when_they_held_one():
+    began = time.monotonic()
+    async with running(tiny_llama(), slots=2) as engine:
+        await engine.pause()  # so that both are admitted together
+        asked = [request(f"r{new}", new=new, ordinal=new, ignore_eos=True) for new in (8, 20)]
+        tasks = [asyncio.create_task(engine.generate(one)) for one in asked]
+        await asyncio.sleep(0)
+        assert engine.statistics().waiting == 2
+        await engine.resume()
+        answers = await asyncio.gather(*tasks)
+        statistics = engine.statistics()
+    assert (statistics.tokens, statistics.full_tokens) == (28, 16)
+    assert 0 < statistics.full_s < statistics.busy_s
+    for answer in answers:
+        assert answer.stay is not None
+        assert began < answer.stay[0] < answer.stay[1] < time.monotonic()
 
 
 async def test_truncated_logprobs_are_renormalised():

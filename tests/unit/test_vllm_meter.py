@@ -16,7 +16,7 @@ def report(meter: Meter, running: int, tokens: int = 0, computed: int = 0) -> No
 
 def test_busy_and_slot_seconds_leave_out_idle_and_paused_time() -> None:
     now = 0.0
-    meter = Meter(lambda: now)
+    meter = Meter(8, lambda: now)
     now = 10.0  # idle
     meter.begin()
     now = 11.0  # one second of prefill, with one sequence
@@ -38,9 +38,27 @@ def test_busy_and_slot_seconds_leave_out_idle_and_paused_time() -> None:
     assert meter.slot_s == 1 * 1 + 2 * 4 + 1 * 2 + 1 * 2 + 1 * 1
 
 
+def test_time_and_tokens_with_all_slots_taken_are_counted_apart() -> None:
+    now = 0.0
+    meter = Meter(4, lambda: now)
+    meter.begin()
+    now = 1.0
+    report(meter, running=4, tokens=1)
+    now = 3.0
+    report(meter, running=4, tokens=8)
+    now = 4.0
+    report(meter, running=2, tokens=4)
+    now = 6.0
+    report(meter, running=0, tokens=4)
+    assert (meter.full_s, meter.full_tokens) == (3.0, 12)
+    assert (meter.busy_s, meter.tokens) == (6.0, 17)
+    meter.reset()
+    assert (meter.full_s, meter.full_tokens) == (0.0, 0)
+
+
 def test_begin_changes_nothing_while_sequences_run() -> None:
     now = 0.0
-    meter = Meter(lambda: now)
+    meter = Meter(8, lambda: now)
     meter.begin()
     now = 1.0
     report(meter, running=3)

@@ -1,0 +1,1 @@
+"""One config in several modes, side by side, with where the time went: real runs and simulated ones alike."""
