@@ -36,6 +36,8 @@ class PhaseTimes:
     """Longest standstill of a generator for the swap."""
     eval: float = 0.0
     """A push waited for an evaluation to end."""
+    checkpoint: float = 0.0
+    """The learner stood still for the copy of a checkpoint, or for the files of the one before."""
 
     def take(self, step_s: float) -> Metrics:
         """``timing_s/...`` of a step of ``step_s`` that ends now; the next one starts at zero."""
@@ -54,6 +56,10 @@ class LengthBias:
     trained: int = 0
     finished_tokens: int = 0
     finished: int = 0
+
+    def state(self) -> dict[str, int]:
+        """The sums, as ``LengthBias(**state)`` takes them."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
     def add_finished(self, meta: GroupMeta) -> None:
         self.finished += len(meta.trajectories)

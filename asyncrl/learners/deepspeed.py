@@ -30,6 +30,7 @@ from asyncrl.algorithms.aggregation import StepCounts
 from asyncrl.algorithms.logprobs import token_logprobs
 from asyncrl.algorithms.names import is_path
 from asyncrl.algorithms.registry import user_advantage
+from asyncrl.checkpoint.files import FileEntry
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
 from asyncrl.learners.advantages import batch_wide, from_user
 from asyncrl.learners.base import LearnerInfo, MiniBatch, RankStep, StepResult, TrainSample, finite
@@ -331,6 +332,15 @@ class DeepSpeedLearner:
         trust = self._model_section.trust_remote_code
         self._engine.module.save_pretrained(folder, state_dict=state)
         AutoTokenizer.from_pretrained(self._model_path, trust_remote_code=trust).save_pretrained(folder)
+
+    def copy_state(self) -> None:
+        self._engine.copy_state()
+
+    def write_state(self, folder: Path) -> list[FileEntry]:
+        return self._engine.write_state(folder)
+
+    def load_state(self, folder: Path) -> None:
+        self._engine.load_state(folder)
 
     def close(self) -> None:
         """Leave the process group. Safe to call twice."""
