@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Final, Literal
@@ -135,14 +136,12 @@ class SavedState:
     def _whole(self, name: str, parts: list[tuple[str, Part]]) -> SavedParameter:
         shapes = {part.shape for _, part in parts}
         updates = {part.updates for _, part in parts}
-        parts.sort(key=lambda stem_and_part: stem_and_part[1].start)
-        end = 0
-        for _, part in parts:
-            if part.start != end:
-                break
-            end += part.numel
+        lengths = sorted((part.start, part.numel) for _, part in parts)
+        ends = accumulate((numel for _, numel in lengths), initial=0)
+        in_a_row = all(start == end for (start, _), end in zip(lengths, ends, strict=False))
         shape = parts[0][1].shape
-        if len(shapes) > 1 or len(updates) > 1 or end != prod(shape):
+        whole = in_a_row and sum(numel for _, numel in lengths) == prod(shape)
+        if len(shapes) > 1 or len(updates) > 1 or not whole:
             raise CheckpointError(
                 f"{self._folder}: the parts of {name} do not add up: found "
                 f"{[(part.start, part.numel, part.updates) for _, part in parts]} (start, length, updates) "

@@ -8,29 +8,30 @@ from typing import Any
 from tests.e2e.deepspeed_worker import Rank, learner, share_of, state_digest, to_arrays
 
 
-def train_on(
-    at: Rank, versions: range, resume: Path | None = None, save: Path | None = None
-) -> dict[str, Any]:
-    """Steps ``versions`` on the recorded batches, from what is in ``resume`` on; then ``save``."""
+def train_and_save(at: Rank, end: int, save_at: int, target: Path) -> dict[str, Any]:
+    """Steps 0 to ``end`` on the recorded batches; the state of ``save_at`` is written after the last."""
     with learner(at) as (rank, _):
-        if resume is not None:
-            rank.load_state(resume)
-        digest = state_digest(rank)
-        norms = []
-        for version in versions:
-            result = rank.step(share_of(at, version))
-            assert not result.skipped
-            norms.append(result.metrics["actor/grad_norm"])
-        files = []
-        if save is not None:
-            rank.copy_state()
-            # What is written is the copy, and not what became of its source since.
-            rank.step(share_of(at, versions.stop))
-            files = rank.write_state(save)
+        norms, digests = [], []
+        for version in range(end):
+            if version == save_at:
+                rank.copy_state()
+            norms.append(rank.step(share_of(at, version)).metrics["actor/grad_norm"])
+            digests.append(state_digest(rank))
+        files = rank.write_state(target)
         return {
-            "digest": digest,
             "norms": norms,
-            "last": state_digest(rank),
+            "digests": digests,
             "files": files,
             "parameters": to_arrays(dict(rank.named_parameters())),
         }
+
+
+def resume(at: Rank, start: int, end: int, source: Path) -> dict[str, Any]:
+    """Steps ``start`` to ``end`` from the state in ``source``."""
+    with learner(at) as (rank, _):
+        rank.load_state(source)
+        norms, digests = [], []
+        for version in range(start, end):
+            norms.append(rank.step(share_of(at, version)).metrics["actor/grad_norm"])
+            digests.append(state_digest(rank))
+        return {"norms": norms, "digests": digests, "parameters": to_arrays(dict(rank.named_parameters()))}
