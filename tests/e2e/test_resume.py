@@ -45,7 +45,7 @@ def is_writing(run: Run) -> bool:
 
 
 def kill(run: Run) -> None:
-    """SIGKILL to the controller alone: its actors have to end by themselves, and the next run begins at once."""
+    """SIGKILL to the controller alone: its actors have to end by themselves, while the next run begins."""
     run.interrupt(signal.SIGKILL)
     run.wait(30)
 
@@ -119,7 +119,7 @@ def test_another_model_and_a_used_folder_exit_with_2(folder: Path) -> None:
         ("checkpoint.resume=never", "choose another run.name"),
         (
             "model.create.hidden_size=48",
-            "model.create.hidden_size: found 48, the checkpoint was made with 32",
+            "hidden_size: found 48, the checkpoint was made with 32",
         ),
     ):
         run = start(folder, *SYNC, "run.steps=3", override, name="used")

@@ -1,4 +1,4 @@
-"""Files of a training engine's state: any part can be read, whoever wrote it, and a lacking one is noticed."""
+"""Files of a training engine's state: any part is read, whoever wrote it, and a lacking one noticed."""
 
 from __future__ import annotations
 
