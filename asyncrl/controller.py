@@ -492,6 +492,7 @@ class Controller:
             **self._publisher.take_metrics(),
             **self._annotator.take_metrics(),
             **(self._reference.take_metrics() if self._reference is not None else {}),
+            **({"checkpoint/failed": float(self._saver.failed)} if self._saver is not None else {}),
         }
         self._lines.add(record, evaluation)
         self._observer.stepped(record)

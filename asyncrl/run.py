@@ -176,11 +176,12 @@ def build(
 
     generators = config.generators
     display = make_display(config, console)
+    after = None if resumed is None else resumed.state.step
     files = RunFolder(
         folder,
         resolve=fetch_payloads,
         rollouts_every=config.log.rollouts_every,
-        trackers=[partial(open_tracker, name, folder, config) for name in config.log.trackers],
+        trackers=[partial(open_tracker, name, folder, config, after) for name in config.log.trackers],
     )
     cores = deal_cores(generators.cpu_cores, generators.replicas)
     names = {f"generator {i}": cores[i] for i in range(generators.replicas)}

@@ -101,6 +101,7 @@ def require_usable(config: Config) -> None:
     if (used or steps) and not _is_own(config):
         raise ConfigError(
             f"checkpoint.resume: found {resume}, of another run, but {folder} was used already; {another}"
+            + (", or set checkpoint.resume to auto to go on from where it ended" if steps else "")
         )
 
 
@@ -194,9 +195,9 @@ def _rolled_back(
     found: Checkpoint, config: Config, store: CheckpointStore, changed: set[str], elsewhere: bool
 ) -> Resumed:
     state, folder = found.state, config.run.folder
-    kept = roll_back(folder / "metrics.jsonl", lambda line: line.get("step", 0) <= state.step)
+    last = state.version >= config.run.steps
+    kept = roll_back(folder / "metrics.jsonl", lambda line: _is_through(state, line, last=last))
     has_line = {line["step"] for line in kept}
-    finished = state.version >= config.run.steps and bool(kept) and "model/checksum" in kept[-1]
     lines = tuple(line for line in state.lines if line["step"] not in has_line)
     ends = roll_back(folder / "ledger.jsonl", lambda line: _is_retired(state, line.get("ordinal", -1)))
     if not elsewhere:
@@ -225,8 +226,19 @@ def _rolled_back(
         lacks_line=state.step not in has_line | {line["step"] for line in lines},
         first_evaluation=_evaluation(kept),
         elsewhere=elsewhere,
-        finished=finished,
+        finished=last and state.step in has_line,
     )
+
+
+def _is_through(state: RunState, line: Line, *, last: bool) -> bool:
+    """Whether a line of metrics.jsonl stays: it is of the checkpoint's history, and lacks nothing."""
+    step = line.get("step", -1)
+    if step != state.step:
+        return 0 <= step < state.step
+    if last:
+        return "model/checksum" in line
+    waited = any(other["step"] == step for other in state.lines)
+    return "eval/reward_mean" in line or not waited
 
 
 def _is_retired(state: RunState, ordinal: int) -> bool:

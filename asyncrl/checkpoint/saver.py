@@ -27,7 +27,7 @@ from asyncrl.checkpoint.store import Best, CheckpointStore
 from asyncrl.config import CheckpointSection
 from asyncrl.learners.base import Learner
 from asyncrl.types import Metrics, ReadyGroup
-from asyncrl.waiting import now, within
+from asyncrl.waiting import within
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,6 @@ class Saver:
         """The step of the newest checkpoint that was taken, or that the run goes on from."""
         self.failed = 0
         """Checkpoints that could not be written."""
-        self.stall_s = 0.0
-        """Seconds that training stood still for checkpoints, over the whole run."""
         self._section = section
         self._store = store
         self._learner = learner
@@ -80,6 +78,8 @@ class Saver:
         self._lines_on_disk = lines_on_disk
         self._config_text = config_text
         self._writing: asyncio.Task[None] | None = None
+        self._tidying = asyncio.Lock()
+        """One at a time decides which checkpoints go."""
         self._in_question: set[int] = set()
         """Steps whose evaluation is not known yet."""
 
@@ -101,7 +101,6 @@ class Saver:
         Returns after the copy. ``evaluation`` is that of the learner's version, if there is one.
         ``required``: a failure to write raises, in the task.
         """
-        start = now()
         await self.written()
         state, ready = capture()
         await within(
@@ -110,7 +109,6 @@ class Saver:
             "checkpoint.timeout_s",
             self._copy(state),
         )
-        self.stall_s += now() - start
         self.last_step = state.step
         if evaluation is not None and self._section.keep_best:
             self._in_question.add(state.step)
@@ -156,9 +154,11 @@ class Saver:
                 timeout_s, f"writing the checkpoint of step {step}", "checkpoint.timeout_s", work
             )
             await asyncio.to_thread(self._store.seal, part, step, state.version, files)
-            await asyncio.to_thread(self._prune)
+            async with self._tidying:
+                await asyncio.to_thread(self._prune, frozenset(self._in_question))
         except OSError as error:
             self.failed += 1
+            self.last_step = None
             log.error("the checkpoint of step %d could not be written: %s", step, error)
             if part is not None:
                 await asyncio.to_thread(self._store.discard, part)
@@ -202,21 +202,21 @@ class Saver:
     ) -> None:
         """Keep a checkpoint if the evaluation of its version is the best one."""
         await asyncio.wait([evaluation, writing])
-        was_written = state.step in self._in_question
-        self._in_question.discard(state.step)
-        if not was_written or evaluation.cancelled() or evaluation.exception() is not None:
-            return
-        result = evaluation.result()
-        if result["eval/policy_version"] == state.version:  # else it had to turn to another one
-            await asyncio.to_thread(self._keep_if_best, Best(state.step, result["eval/reward_mean"]))
+        async with self._tidying:
+            known = not evaluation.cancelled() and evaluation.exception() is None
+            if known and state.step in self._in_question:
+                result = evaluation.result()
+                if result["eval/policy_version"] == state.version:  # else it had to turn to another one
+                    await asyncio.to_thread(self._note, Best(state.step, result["eval/reward_mean"]))
+            self._in_question.discard(state.step)
+            await asyncio.to_thread(self._prune, frozenset(self._in_question))
 
-    def _keep_if_best(self, found: Best) -> None:
+    def _note(self, found: Best) -> None:
         before = self._store.best()
         if before is None or before.step not in self._store.steps() or found.reward_mean > before.reward_mean:
             self._store.set_best(found)
-        self._prune()
 
-    def _prune(self) -> None:
+    def _prune(self, in_question: frozenset[int]) -> None:
         best = self._store.best() if self._section.keep_best else None
-        keep = {*self._in_question, *(() if best is None else (best.step,))}
+        keep = in_question if best is None else in_question | {best.step}
         self._store.prune(self._section.keep_last, keep)
