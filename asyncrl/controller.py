@@ -20,16 +20,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from asyncrl.alarms import LogprobAlarm
+from asyncrl.checkpoint.books import Books
 from asyncrl.checkpoint.resume import Resumed
-from asyncrl.checkpoint.saver import Issued, Saver
-from asyncrl.checkpoint.state import RunState
+from asyncrl.checkpoint.saver import Saver
 from asyncrl.config import Config
 from asyncrl.credit import CreditAssignment
 from asyncrl.errors import BadStepsError, LostGroupError
 from asyncrl.evaluation import Evaluator
 from asyncrl.generators.pool import GeneratorPool
 from asyncrl.learners.base import Learner, StepResult
-from asyncrl.metrics import LengthBias, StepMeter, batch_metrics
+from asyncrl.metrics import StepMeter, batch_metrics
 from asyncrl.metrics_lines import MetricsLines
 from asyncrl.observer import Observer
 from asyncrl.outstanding import OutstandingGroups, Running
@@ -125,10 +125,19 @@ class Controller:
             times=self._times,
             max_queue_bytes=max_queue_bytes,
         )
-        self._bad_in_a_row = 0
-        self._elapsed_before = 0.0
+        self._lines = MetricsLines(observer.recorded, last_version=config.run.steps)
+        self._books = Books(
+            groups=self._groups,
+            credit=self._credit,
+            kl=self._kl,
+            meter=self._meter,
+            lines=self._lines,
+            reference=reference,
+            seed=config.run.seed,
+            data="" if saver is None else saver.data,
+        )
         if resumed is not None:
-            self._restore(resumed)
+            self._books.restore(resumed.state, resumed.ready)
         self.budget, self.ledger = self._groups.budget, self._groups.ledger
         self._pushes = Pushes(
             config,
@@ -143,9 +152,7 @@ class Controller:
             watchdog=self._watchdog,
             times=self._times,
         )
-        self._lines = MetricsLines(observer.recorded, last_version=config.run.steps)
         self._alarm = LogprobAlarm.for_dtype(config.generators.logprob_diff_alarm, config.model.dtype)
-        self._started_at = 0.0
         self._stopped_by: str | None = None
 
     # ------------------------------------------------------------------ the run
@@ -155,7 +162,7 @@ class Controller:
 
         Raises what ended the run, as the ExceptionGroup of the TaskGroup.
         """
-        self._started_at = now()
+        self._books.started_at = now()
         self._watchdog.made_progress("the start")
         checksum = None
         try:
@@ -210,7 +217,9 @@ class Controller:
         info = learner.result()
         log.info("learner has %s parameters in %d tensors", f"{info.parameters:,}", len(info.manifest))
         if self._resumed is not None:
-            await self._load(self._resumed)
+            assert self._saver is not None, "who resumes takes checkpoints too"
+            self._observer.phase(f"loading the checkpoint of step {self._resumed.state.step}")
+            await self._saver.load(self._resumed.folder, self._resumed.state)
         supervisor = group.create_task(self._pool.supervise(), name="supervise generators")
         await self._pushes.open(info)
         self._watchdog.made_progress("the start of generators and learner")
@@ -245,28 +254,6 @@ class Controller:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def _restore(self, resumed: Resumed) -> None:
-        """The books of a checkpoint, before anything runs."""
-        state = resumed.state
-        self._groups.restore(state, resumed.ready)
-        self._credit.restore(state.moments)
-        if state.kl_coefficient is not None:
-            self._kl.coefficient = state.kl_coefficient
-        self._meter.bias = LengthBias(**state.lengths)
-        self._bad_in_a_row = state.bad_steps
-        self._elapsed_before = state.elapsed_s
-
-    async def _load(self, resumed: Resumed) -> None:
-        """The weights of a checkpoint, into whoever holds some."""
-        self._observer.phase(f"loading the checkpoint of step {resumed.state.step}")
-        timeout_s, setting = self.config.checkpoint.timeout_s, "checkpoint.timeout_s"
-        what = f"loading {resumed.folder}"
-        if resumed.state.learner:
-            await within(timeout_s, what, setting, self._learner.load_state(resumed.folder))
-        if self._reference is not None and resumed.state.reference_version:
-            version = resumed.state.reference_version
-            await within(timeout_s, what, setting, self._reference.load_state(resumed.folder, version))
-
     async def _save(
         self,
         group: asyncio.TaskGroup,
@@ -279,30 +266,8 @@ class Controller:
             return
         start = now()
         async with self._pushes.reference_turn():
-            await self._saver.take(group, self._capture, evaluation=evaluation, required=required)
+            await self._saver.take(group, self._books.capture, evaluation=evaluation, required=required)
         self._times.checkpoint += now() - start
-
-    def _capture(self) -> tuple[RunState, list[Issued]]:
-        """All that the loop knows, in one moment."""
-        assert self._saver is not None
-        step, reference = self._groups.step, self._reference
-        state = RunState(
-            step=step,
-            version=self.budget.version,
-            frontier=self.ledger.frontier(),
-            kl_coefficient=self._kl.coefficient,
-            moments=dict(self._credit.state()),
-            lengths=self._meter.bias.state(),
-            bad_steps=self._bad_in_a_row,
-            unusable=self._groups.unusable,
-            elapsed_s=self._elapsed(),
-            seed=self.config.run.seed,
-            data=self._saver.data,
-            learner=step > 0,
-            reference_version=None if reference is None else reference.version,
-            lines=tuple(self._lines.waiting),
-        )
-        return state, self._groups.ready()
 
     async def _finish(self) -> tuple[Metrics | None, str]:
         """What the last line still lacks: its evaluation and the checksum; then the export."""
@@ -461,15 +426,15 @@ class Controller:
         """The update's groups are through. BadStepsError if too many updates in a row changed nothing."""
         self._groups.retire_batch(version, groups, skipped=result.skipped)
         if not result.skipped:
-            self._bad_in_a_row = 0
+            self._books.bad_steps = 0
             self._meter.bias.add_trained([g.meta for g in groups])
             return
-        self._bad_in_a_row += 1
+        self._books.bad_steps += 1
         limit = self.config.learner.max_bad_steps
         log.error("step %d was not finite and changed nothing: %s", self._groups.step, result.metrics)
-        if self._bad_in_a_row > limit:
+        if self._books.bad_steps > limit:
             raise BadStepsError(
-                f"{self._bad_in_a_row} updates in a row had a non-finite loss or gradient "
+                f"{self._books.bad_steps} updates in a row had a non-finite loss or gradient "
                 f"(learner.max_bad_steps = {limit}); lower learner.lr or look at the rewards"
             )
 
@@ -502,13 +467,9 @@ class Controller:
         return {
             "step": self._groups.step,
             "policy_version": self.budget.version,
-            "time": self._elapsed(),
+            "time": self._books.elapsed_s(),
             **self._groups.metrics(),
         }
-
-    def _elapsed(self) -> float:
-        """Seconds that the run has lasted so far, before a resume included."""
-        return self._elapsed_before + now() - self._started_at
 
 
 def poisoned(uid: str, deaths: Sequence[str]) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.config import Config
@@ -61,8 +60,6 @@ class Reference(Protocol):
 
     @property
     def version(self) -> int: ...
-
-    async def load_state(self, folder: Path, version: int) -> None: ...
 
     def take_metrics(self) -> Metrics: ...
 

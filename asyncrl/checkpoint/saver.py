@@ -38,11 +38,17 @@ Resolve = Callable[[Sequence[Any]], list[bytes]]
 
 
 class StateHolder(Protocol):
-    """Whoever else has state of the run, as a reference that follows the policy has."""
+    """Whoever has weights that a run changes."""
 
     async def copy_state(self) -> None: ...
 
     async def write_state(self, folder: Path) -> list[FileEntry]: ...
+
+
+class FollowingReference(StateHolder, Protocol):
+    """A reference whose weights are those of a past version."""
+
+    async def load_state(self, folder: Path, version: int) -> None: ...
 
 
 class Saver:
@@ -62,7 +68,7 @@ class Saver:
         lines_on_disk: Callable[[], Awaitable[None]],
         config_text: str,
         data: str,
-        reference: StateHolder | None = None,
+        reference: FollowingReference | None = None,
         last_step: int | None = None,
     ) -> None:
         self.data = data
@@ -119,6 +125,15 @@ class Saver:
             assert evaluation is not None
             work = self._judge(state, evaluation, self._writing)
             tasks.create_task(work, name=f"verdict on step {state.step}")
+
+    async def load(self, folder: Path, state: RunState) -> None:
+        """Have everyone go on from the checkpoint in ``folder``, of ``state``. Raises CheckpointError."""
+        timeout_s, setting = self._section.timeout_s, "checkpoint.timeout_s"
+        if state.learner:
+            await within(timeout_s, f"loading {folder}", setting, self._learner.load_state(folder))
+        if self._reference is not None and state.reference_version:
+            work = self._reference.load_state(folder, state.reference_version)
+            await within(timeout_s, f"loading {folder}", setting, work)
 
     async def written(self) -> None:
         """Wait for the files of the checkpoint before; how that ended is its TaskGroup's to see."""
