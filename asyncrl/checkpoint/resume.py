@@ -24,7 +24,7 @@ from asyncrl.checkpoint.groups import READY, read_ready
 from asyncrl.checkpoint.manifest import MANIFEST, verify
 from asyncrl.checkpoint.rollback import Line, roll_back
 from asyncrl.checkpoint.saver import Issued
-from asyncrl.checkpoint.state import CONFIG, STATE, RunState
+from asyncrl.checkpoint.state import CONFIG, CRITIC, STATE, RunState
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, CodecError, ConfigError
@@ -114,7 +114,7 @@ def prepare(config: Config, data: str) -> Resumed | None:
     require_usable(config)
     store = CheckpointStore(config.run.folder / "checkpoints")
     store.clear_parts()
-    found = _newest(store) if config.checkpoint.resume == "auto" else None
+    found = newest_checkpoint(store) if config.checkpoint.resume == "auto" else None
     if config.checkpoint.resume not in ("auto", "never"):
         found = read_checkpoint(Path(config.checkpoint.resume))
     if found is None:
@@ -140,7 +140,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, state, ready, config)
 
 
-def _newest(store: CheckpointStore) -> Checkpoint | None:
+def newest_checkpoint(store: CheckpointStore) -> Checkpoint | None:
+    """The newest whole one; None where there is none at all. CheckpointError if all are damaged."""
     problems = []
     for step in reversed(store.steps()):
         try:
@@ -181,7 +182,7 @@ def _require_compatible(found: Checkpoint, config: Config, data: str, changed: l
             f"run.steps: found {config.run.steps}, the checkpoint is at policy version {state.version}; "
             "expected at least that"
         )
-    if config.has_critic and state.learner and not (found.folder / "critic").is_dir():
+    if config.has_critic and state.learner and not (found.folder / CRITIC).is_dir():
         problems.append("algorithm.advantage: found gae, but the checkpoint holds no critic")
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)

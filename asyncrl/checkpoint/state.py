@@ -20,6 +20,9 @@ from asyncrl.types import Metrics
 
 STATE: Final = "state.json"
 CONFIG: Final = "config.yaml"
+LEARNER: Final = "learner"
+CRITIC: Final = "critic"
+"""Folders of a checkpoint, named after the sections of the config."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from asyncrl.learners.lora import LoraAdapter
 from asyncrl.learners.masking import check_staleness, mask_stale
 from asyncrl.learners.objective import Objective, Tally
 from asyncrl.learners.packed import require_exact_packing
-from asyncrl.learners.policy import load_policy, manifest_of, selected_logits
+from asyncrl.learners.policy import load_policy, manifest_of, save_policy, selected_logits
 from asyncrl.learners.preferences import Preferences
 from asyncrl.learners.schedule import learning_rate
 from asyncrl.learners.weights import PolicyWeights
@@ -319,8 +319,6 @@ class DeepSpeedLearner:
         return state_checksum(self.named_parameters())
 
     def export(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
         state: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters():
             if self._rank == 0:
@@ -330,8 +328,7 @@ class DeepSpeedLearner:
         if self._rank != 0:
             return
         trust = self._model_section.trust_remote_code
-        self._engine.module.save_pretrained(folder, state_dict=state)
-        AutoTokenizer.from_pretrained(self._model_path, trust_remote_code=trust).save_pretrained(folder)
+        save_policy(folder, self._engine.module, state, self._model_path, trust_remote_code=trust)
 
     def copy_state(self) -> None:
         self._engine.copy_state()
