@@ -2,7 +2,8 @@
 
 Invariants:
 - Only a whole checkpoint is exported, and the folder appears as a whole, under its name.
-- The tensors are those that the learner would have exported at that step: in the model's dtype, adapters merged.
+- The tensors are those that the learner would have exported at that step: in the model's dtype, with
+  adapters merged.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that ``path`` is; of a run's folder the best one, or without evaluations the newest whole.
+    """The checkpoint that ``path`` is; of a run's folder the best, or without evaluations the newest whole.
 
     Raises CheckpointError where there is none.
     """
@@ -46,8 +47,8 @@ def find_checkpoint(path: Path) -> Path:
     newest = newest_checkpoint(store)
     if newest is None:
         raise CheckpointError(
-            f"found no checkpoint in {path}; expected the folder of one, as in runs/NAME/checkpoints/step_50, or "
-            "that of a run that has some"
+            f"found no checkpoint in {path}; expected the folder of one, as in "
+            "runs/NAME/checkpoints/step_50, or that of a run that has some"
         )
     return newest.folder
 

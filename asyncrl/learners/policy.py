@@ -65,7 +65,7 @@ def prepare_policy(model: Any, *, checkpointing: bool = False) -> nn.Module:
 def save_policy(
     folder: Path, model: Any, state: dict[str, Tensor], path: str, *, trust_remote_code: bool
 ) -> None:
-    """Write ``state`` and the config of ``model``, with the tokenizer of ``path``, as a Hugging Face folder."""
+    """Write ``state``, the config of ``model`` and the tokenizer of ``path`` as a Hugging Face folder."""
     from transformers import AutoTokenizer
 
     model.save_pretrained(folder, state_dict=state)
