@@ -33,6 +33,8 @@ class Books:
     data: str
     bad_steps: int = 0
     """Updates in a row, up to now, that were not finite."""
+    inherited: int = 0
+    """Ordinals that were retired in another run's folder."""
     elapsed_before_s: float = 0.0
     """How long the run had lasted when it was resumed."""
     started_at: float = 0.0
@@ -58,6 +60,7 @@ class Books:
             seed=self.seed,
             data=self.data,
             learner=step > 0,
+            inherited=self.inherited,
             reference_version=None if self.reference is None else self.reference.version,
             lines=tuple(self.lines.waiting),
         )
@@ -71,4 +74,5 @@ class Books:
             self.kl.coefficient = state.kl_coefficient
         self.meter.bias = LengthBias(**state.lengths)
         self.bad_steps = state.bad_steps
+        self.inherited = state.inherited
         self.elapsed_before_s = state.elapsed_s

@@ -201,8 +201,9 @@ def _rolled_back(
     has_line = {line["step"] for line in kept}
     lines = tuple(line for line in state.lines if line["step"] not in has_line)
     ends = roll_back(folder / "ledger.jsonl", lambda line: _is_retired(state, line.get("ordinal", -1)))
-    if not elsewhere:
-        _require_whole_ledger(state, ends, folder / "ledger.jsonl")
+    if elsewhere:
+        state = replace(state, inherited=sum(state.frontier.final_counts.values()))
+    _require_whole_ledger(state, ends, folder / "ledger.jsonl")
     store.set_aside(after=state.step)
     ready = found.ready
     if ready and any(key.split(".")[0] in _SAMPLED_BY for key in changed):
@@ -247,12 +248,12 @@ def _is_retired(state: RunState, ordinal: int) -> bool:
 
 
 def _require_whole_ledger(state: RunState, ends: list[Line], path: Path) -> None:
-    retired = sum(state.frontier.final_counts.values())
+    retired = sum(state.frontier.final_counts.values()) - state.inherited
     ordinals = {line["ordinal"] for line in ends}
     if not len(ends) == len(ordinals) == retired:
         raise CheckpointError(
             f"{path} has {len(ends)} lines of {len(ordinals)} ordinals, the checkpoint counts {retired} "
-            "retired ones: lines were lost or repeated; restore the file, or choose another run.name"
+            "retired ones in it: lines were lost or repeated; restore the file, or choose another run.name"
         )
 
 

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from asyncrl.checkpoint.resume import Resumed, prepare
 from asyncrl.checkpoint.saver import Saver
-from asyncrl.checkpoint.store import CheckpointStore
+from asyncrl.checkpoint.store import Best, CheckpointStore
 from asyncrl.config import Config
 from asyncrl.config_load import dump_config, parse_config
 from asyncrl.controller import Controller, Summary
+from asyncrl.environments.base import RolloutResult
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.evaluation import Evaluator
 from asyncrl.generators.local import LocalReplica
@@ -33,9 +34,16 @@ from asyncrl.simulate.clock import run_virtual
 from asyncrl.types import Metrics, Task
 from asyncrl.weight_sync.publish import WeightPublisher
 
-from .controller_harness import BASE, Log, ScriptedScorer, Stream
+from .controller_harness import BASE, Log, ScriptedScorer, Stream, sample_reward
 
 EVAL_TASKS = [Task(i, f"eval-{i}", "", (1, 2)) for i in range(2)]
+
+
+def best_at_six(task: Task, result: RolloutResult) -> float:
+    """As any reward in training; in evaluations, version 6 is the best."""
+    if task.uid.startswith("eval"):
+        return -abs(float(result.versions[0]) - 6.0)
+    return sample_reward(task, result)
 
 
 class Killed(BaseException):
@@ -92,7 +100,7 @@ def leg(config: Config, *, killed_after_s: float | None = None, stop_at_step: in
     async def main() -> Summary | None:
         loop = asyncio.get_running_loop()
         generator = ScriptedGenerator()
-        host = RolloutHost(generator, ScriptedScorer(), lambda ids: "")
+        host = RolloutHost(generator, ScriptedScorer(best_at_six), lambda ids: "")
         pool = GeneratorPool([LocalReplica("generator 0", host)])
         publisher = WeightPublisher(
             learner,
@@ -379,12 +387,10 @@ def test_the_best_evaluation_keeps_its_weights(tmp_path: Path) -> None:
     rewards = {line["step"]: line["eval/reward_mean"] for line in metrics if "eval/reward_mean" in line}
     rewards.pop(0)  # the start model, which nobody has to keep
     store = CheckpointStore(config.run.folder / "checkpoints")
-    best = store.best()
-    assert best is not None
-    assert best.reward_mean == max(rewards.values())
-    assert rewards[best.step] == best.reward_mean
-    assert set(store.steps()) == {best.step, 12}
-    assert (store.path(best.step) / "learner" / "version").read_text() == str(best.step)
+    assert set(rewards) == {2, 4, 6, 8, 10, 12}
+    assert store.best() == Best(6, max(rewards.values()))
+    assert store.steps() == [6, 12]
+    assert (store.path(6) / "learner" / "version").read_text() == "6"
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
