@@ -169,8 +169,6 @@ class Saver:
                 timeout_s, f"writing the checkpoint of step {step}", "checkpoint.timeout_s", work
             )
             await asyncio.to_thread(self._store.seal, part, step, state.version, files)
-            async with self._tidying:
-                await asyncio.to_thread(self._prune, frozenset(self._in_question))
         except OSError as error:
             self.failed += 1
             self.last_step = None
@@ -186,14 +184,16 @@ class Saver:
             raise
         else:
             log.info("checkpoint of step %d", step)
+            async with self._tidying:
+                await asyncio.to_thread(self._prune, frozenset(self._in_question))
 
     async def _write_parts(self, part: Path, state: RunState, ready: Sequence[Issued]) -> list[FileEntry]:
         """Everything but the manifest. All writers have ended when it raises what the first of them did."""
         own = asyncio.to_thread(self._write_own, part, state, ready)
         others = (holder.write_state(part) for holder in self._holders(state))
-        *written, lines = await asyncio.gather(own, *others, self._lines_on_disk(), return_exceptions=True)
+        results = await asyncio.gather(self._lines_on_disk(), own, *others, return_exceptions=True)
         files: list[FileEntry] = []
-        for result in (lines, *written):
+        for result in results:
             if isinstance(result, BaseException):
                 raise result
             files += result or ()
@@ -234,4 +234,7 @@ class Saver:
     def _prune(self, in_question: frozenset[int]) -> None:
         best = self._store.best() if self._section.keep_best else None
         keep = in_question if best is None else in_question | {best.step}
-        self._store.prune(self._section.keep_last, keep)
+        try:
+            self._store.prune(self._section.keep_last, keep)
+        except OSError as error:
+            log.warning("checkpoints that are no longer needed could not be removed: %s", error)

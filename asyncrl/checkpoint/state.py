@@ -52,7 +52,7 @@ class RunState:
     learner: bool
     """Whether the learner's state is in the checkpoint; before the first update it is the start model's."""
     inherited: int = 0
-    """Retired ordinals whose lines are in the ledger of another run, from a checkpoint of which this began."""
+    """Retired ordinals whose lines are in another run's ledger, from a checkpoint of which this one began."""
     reference_version: int | None = None
     """Of a reference that follows the policy: the version that it took last."""
     lines: tuple[Metrics, ...] = field(default=())
