@@ -113,6 +113,7 @@ class Pushes:
             await self._reference.open(info)
         if self._overlap:
             await self._copy_out(version)
+        await self._follow(version)
         await self._publisher.publish(version)
 
     def update_turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
@@ -218,9 +219,7 @@ class Pushes:
             evaluation.result()
             self._times.eval += now() - start
         async with self._turn:
-            # Of the last version no group is annotated any more.
-            if self._reference is not None and self._reference.is_due(version) and version < self._steps:
-                await self._reference.refresh(version)
+            await self._follow(version)
             if version != self._budget.live_version:  # else replicas were restarted with it
                 start = now()
                 report = await self._publisher.publish(version)
@@ -229,6 +228,12 @@ class Pushes:
                 self._budget.set_live(version)
         self._watchdog.made_progress(f"version {version} live")
         self._changed.notify()
+
+    async def _follow(self, version: int) -> None:
+        """Have the reference follow to ``version``, if it is due and has not yet."""
+        # Of the last version no group is annotated any more.
+        if self._reference is not None and self._reference.is_due(version) and version < self._steps:
+            await self._reference.refresh(version)
 
     async def _await_push(self) -> None:
         """One push at a time, and one copy to push from: the next waits for the one before."""

@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl.checkpoint.files import FileEntry, measure, replace_file, sync_folder, write_file
@@ -84,17 +84,17 @@ class CheckpointStore:
     def extend(self, step: int, part: Path, name: str) -> None:
         """Move the folder ``part`` into the checkpoint of ``step`` as ``name``, and into its manifest."""
         folder = self.path(step)
-        manifest = read_manifest(folder)
-        target = folder / name
+        target, before = folder / name, read_manifest(folder)
+        files = tuple(entry for entry in before.files if not entry.path.startswith(f"{name}/"))
         if target.exists():
+            # Out of the manifest first: at any moment, what that names is there.
+            replace_file(folder / MANIFEST, replace(before, files=files).encode())
             shutil.rmtree(target)
         part.rename(target)
         sync_folder(folder)
-        old = (entry for entry in manifest.files if not entry.path.startswith(f"{name}/"))
         paths = (path for path in target.rglob("*") if path.is_file())
-        new = (measure(folder, path.relative_to(folder).as_posix()) for path in paths)
-        extended = Manifest(manifest.step, manifest.policy_version, (*old, *new))
-        replace_file(folder / MANIFEST, extended.encode())
+        added = (measure(folder, path.relative_to(folder).as_posix()) for path in paths)
+        replace_file(folder / MANIFEST, replace(before, files=(*files, *added)).encode())
 
     def prune(self, keep_last: int, keep: Collection[int] = ()) -> None:
         """Remove all but the newest ``keep_last`` checkpoints and those in ``keep``."""

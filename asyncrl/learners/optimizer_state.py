@@ -115,11 +115,10 @@ class OptimizerState:
 
     def _find(self) -> Iterator[Fragment]:
         for name, parameter in self._parameters.items():
-            fragment: Any = parameter
             if hasattr(parameter, "ds_id"):
-                found = self._of_shard(name, fragment)
+                found = self._of_shard(name, parameter)
             elif hasattr(parameter, "_hp_mapping"):
-                found = self._of_partition(name, fragment)
+                found = self._of_partition(name, parameter)
             else:
                 self._replicated = True
                 found = Fragment(name, _shape(parameter), 0, parameter.numel(), parameter, 0)
