@@ -13,7 +13,9 @@ import pytest
 
 from .runs import START_TIMEOUT_S, Run, finish, start
 
+STEPS = 6
 SYNC = (
+    f"run.steps={STEPS}",
     "run.deterministic=true",
     "schedule.pipeline_depth=0",
     "schedule.max_staleness=0",
@@ -26,6 +28,11 @@ SYNC = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Run:
+    return finish(folder, *SYNC, name="undisturbed")
 
 
 def wait_until(run: Run, what: str, condition: Callable[[], bool]) -> None:
@@ -65,29 +72,28 @@ def numbers(run: Run) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k.startswith(kept)} for line in run.metrics[1:]]
 
 
-def test_a_controller_killed_in_any_phase_goes_on_with_equal_bits(folder: Path) -> None:
+def test_a_controller_killed_in_any_phase_goes_on_with_equal_bits(folder: Path, undisturbed: Run) -> None:
     """Killed at its start, in the middle of a step, and while a checkpoint is written."""
-    settings = (*SYNC, "run.steps=6", "schedule.at_bound=wait")
-    undisturbed = finish(folder, *settings, name="undisturbed")
     phases: list[tuple[str, Callable[[Run], bool]]] = [
         ("its first checkpoint", lambda run: bool(steps_on_disk(run))),
         ("the third step", lambda run: (run.folder / "metrics.jsonl").read_text().count("\n") >= 3),
-        ("a later checkpoint being written", lambda run: is_writing(run) and steps_on_disk(run)[-1] >= 3),
+        # Or just after it, where that was too fast to be seen.
+        ("a checkpoint being written", lambda run: steps_on_disk(run)[-1] >= (3 if is_writing(run) else 4)),
     ]
     marks = []
     for what, reached in phases:
-        run = start(folder, *settings, name="killed")
+        run = start(folder, *SYNC, name="killed")
         wait_until(run, what, lambda run=run, reached=reached: reached(run))  # type: ignore[misc]
         kill(run)
         marks.append(run)
-    run = finish(folder, *settings, name="killed")
+    run = finish(folder, *SYNC, name="killed")
     for killed in marks:
         killed.assert_nothing_left(within_s=30)
-    assert_one_history(run, steps=6)
+    assert_one_history(run, steps=STEPS)
     assert "going on from" in run.text
     assert run.metrics[-1]["model/checksum"] == undisturbed.metrics[-1]["model/checksum"]
     assert numbers(run) == numbers(undisturbed)
-    again = start(folder, *settings, name="killed")
+    again = start(folder, *SYNC, name="killed")
     assert again.wait() == 0
     assert "nothing is left to do" in again.text
 
@@ -113,8 +119,7 @@ def test_sigterm_takes_a_checkpoint_that_an_overlapped_run_goes_on_from(folder: 
     assert {best["step"], steps} <= set(steps_on_disk(run))
 
 
-def test_another_model_and_a_used_folder_exit_with_2(folder: Path) -> None:
-    finish(folder, *SYNC, "run.steps=2", name="used")
+def test_another_model_and_a_used_folder_exit_with_2(folder: Path, undisturbed: Run) -> None:
     for override, words in (
         ("checkpoint.resume=never", "choose another run.name"),
         (
@@ -122,9 +127,10 @@ def test_another_model_and_a_used_folder_exit_with_2(folder: Path) -> None:
             "hidden_size: found 48, the checkpoint was made with 32",
         ),
     ):
-        run = start(folder, *SYNC, "run.steps=3", override, name="used")
-        assert run.wait(120) == 2, run.text
+        run = start(folder, *SYNC, override, name="undisturbed")
+        assert run.wait() == 2, run.text
         assert words in run.text
+    assert_one_history(undisturbed, steps=STEPS)
 
 
 def test_a_run_goes_on_on_two_ranks_with_a_critic_and_a_reference_that_moved(folder: Path) -> None:
