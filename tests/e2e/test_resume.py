@@ -68,7 +68,7 @@ def assert_one_history(run: Run, steps: int) -> None:
 
 def numbers(run: Run) -> list[dict[str, Any]]:
     """What each step computed, without its timings."""
-    kept = ("reward/", "response_length/", "actor/", "staleness/", "ledger/")
+    kept = ("reward/", "response_length/", "actor/", "staleness/", "ledger/trained")
     return [{k: v for k, v in line.items() if k.startswith(kept)} for line in run.metrics[1:]]
 
 
