@@ -133,6 +133,6 @@ def test_a_killed_controller_takes_everything_with_it(folder: Path) -> None:
 
 
 def test_a_taken_run_name_is_refused(folder: Path) -> None:
-    again = start(folder, config=TINY, name="files")
+    again = start(folder, "checkpoint.resume=never", config=TINY, name="files")
     assert again.wait(60) == 2
-    assert "run.name" in again.text
+    assert "choose another run.name" in again.text
