@@ -70,7 +70,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{FORMAT_VERSION}: resume with the version of asyncrl that wrote it"
             )
         manifest = _decode(document)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: it is not a manifest of asyncrl's") from error
     # Byte for byte, so that a change which JSON does not mind is noticed too.
     if manifest.encode() != data:
