@@ -20,8 +20,7 @@ SYNC = (
     "schedule.pipeline_depth=0",
     "schedule.max_staleness=0",
     "checkpoint.every=1",
-    "checkpoint.keep_best=false",
-    "eval.every=0",
+    "data.eval=null",
 )
 
 
