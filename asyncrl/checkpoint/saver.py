@@ -189,15 +189,22 @@ class Saver:
 
     async def _write_parts(self, part: Path, state: RunState, ready: Sequence[Issued]) -> list[FileEntry]:
         """Everything but the manifest. All writers have ended when it raises what the first of them did."""
-        own = asyncio.to_thread(self._write_own, part, state, ready)
-        others = (holder.write_state(part) for holder in self._holders(state))
-        results = await asyncio.gather(self._lines_on_disk(), own, *others, return_exceptions=True)
+        writers: list[Awaitable[list[FileEntry]]] = [
+            self._lines(),
+            asyncio.to_thread(self._write_own, part, state, ready),
+            *(holder.write_state(part) for holder in self._holders(state)),
+        ]
         files: list[FileEntry] = []
-        for result in results:
+        for result in await asyncio.gather(*writers, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
-            files += result or ()
+            files += result
         return files
+
+    async def _lines(self) -> list[FileEntry]:
+        """Have the run's own files on disk, of which none belongs to the checkpoint."""
+        await self._lines_on_disk()
+        return []
 
     def _write_own(self, part: Path, state: RunState, ready: Sequence[Issued]) -> list[FileEntry]:
         """The controller's files; in a thread."""
