@@ -79,7 +79,7 @@ def write_state(
         for name, (expected, tensor) in zip(header, tensors, strict=True):
             assert name == expected, f"{expected} in place of {name}"
             if tensor.numel():
-                file.write(memoryview(tensor.numpy()))
+                file.write(tensor.numpy().data)
     sync_folder(folder)
     return [index, file.entry(f"{stem}.safetensors")]
 
