@@ -234,7 +234,7 @@ def _rolled_back(
 
 def _is_through(state: RunState, line: Line, *, last: bool) -> bool:
     """Whether a line of metrics.jsonl stays: it is of the checkpoint's history, and lacks nothing."""
-    step = line.get("step", -1)
+    step = int(line.get("step", -1))
     if step != state.step:
         return 0 <= step < state.step
     if last:
