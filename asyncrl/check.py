@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.algorithms.names import is_path
+from asyncrl.checkpoint.resume import require_usable
 from asyncrl.config import Config
 from asyncrl.config_checks import length_problems
 from asyncrl.data.prompts import load_prompts
@@ -128,11 +129,7 @@ def require_lora(config: Config) -> None:
 def require_folder(config: Config) -> None:
     """Raise ConfigError if the run's folder is taken or cannot be written."""
     folder = config.run.folder
-    if (folder / "metrics.jsonl").exists() and not any(folder.glob("checkpoints/step_*/manifest.json")):
-        raise ConfigError(
-            f"run.name: found {folder}, which holds metrics.jsonl of another run and no checkpoint to go on "
-            f"from; choose another run.name, or delete the folder {folder}"
-        )
+    require_usable(config)
     parent = folder.absolute()
     while not os.path.lexists(parent):
         parent = parent.parent

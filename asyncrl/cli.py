@@ -1,4 +1,4 @@
-"""The commands: ``asyncrl train | check | bench | simulate | doctor``.
+"""The commands: ``asyncrl train | check | bench | simulate | export | doctor``.
 
 Invariants:
 - Importing this module, ``--help`` and a config error import nothing heavy.
@@ -146,6 +146,26 @@ def simulate(
             out=out,
             console=console,
         )
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint's folder, or a run's: then its best one.", metavar="FOLDER")
+    ],
+    to: Annotated[Path, typer.Option("--to", help="The folder to make.", metavar="FOLDER")],
+) -> None:
+    """Write the policy of a checkpoint as a folder that transformers and vLLM load."""
+    with _exit_codes():
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        from rich.console import Console
+
+        from asyncrl.export import config_of, find_checkpoint
+        from asyncrl.export import export as write
+        from asyncrl.run import resolve_model
+
+        found = find_checkpoint(checkpoint)
+        write(found, to, resolve_model(config_of(found), Console(stderr=True)))
 
 
 @app.command()

@@ -665,6 +665,20 @@ class PlacementSection(Section):
     """Ray cluster to join; null: start one on this machine."""
 
 
+class CheckpointSection(Section):
+    every: NonNegativeInt = 50
+    """Steps between checkpoints; 0: only after the last step, and when a signal ends the run."""
+    keep_last: PositiveInt = 2
+    """How many of the newest are kept."""
+    keep_best: bool = True
+    """Take one of every version that is evaluated, and keep the one with the best ``eval/reward_mean``."""
+    resume: Annotated[str, Field(min_length=1)] = "auto"
+    """auto: go on from the newest whole checkpoint in the run's folder, if there is one; never: refuse a
+    folder that was used; a path, ``.../checkpoints/step_<N>``: go on from that one, of whichever run."""
+    timeout_s: PositiveFloat = 1800.0
+    """Seconds that copying the state may take, and then writing it."""
+
+
 class LogSection(Section):
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     """Where metrics go beside ``metrics.jsonl``. wandb needs ``asyncrl[wandb]``; with ``WANDB_MODE=offline``
@@ -710,6 +724,8 @@ class Config(Section):
     """How weights travel from the learner to the generators."""
     placement: PlacementSection = PlacementSection()
     """What runs where."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """What is kept to go on from after an interruption."""
     log: LogSection = LogSection()
     """What is written and shown."""
 

@@ -17,10 +17,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.alarms import LogprobAlarm
+from asyncrl.checkpoint.books import Books
+from asyncrl.checkpoint.resume import Resumed
+from asyncrl.checkpoint.saver import Saver
 from asyncrl.config import Config
 from asyncrl.credit import CreditAssignment
 from asyncrl.errors import BadStepsError, LostGroupError
@@ -84,7 +86,8 @@ class Controller:
         *,
         annotator: Annotator | None = None,
         reference: Reference | None = None,
-        checkpoints: Path | None = None,
+        saver: Saver | None = None,
+        resumed: Resumed | None = None,
         max_queue_bytes: int = 4 << 30,
         timeline: Timeline | None = None,
     ) -> None:
@@ -97,7 +100,8 @@ class Controller:
         self._annotator = annotator or Annotator(())
         self._reference = reference
         self._observer = observer
-        self._checkpoints = checkpoints
+        self._saver = saver
+        self._resumed = resumed
         rollout = config.rollout
         self._sampling = SamplingParams(
             max_new_tokens=rollout.max_new_tokens,
@@ -124,6 +128,19 @@ class Controller:
             times=self._times,
             max_queue_bytes=max_queue_bytes,
         )
+        self._lines = MetricsLines(observer.recorded, last_version=config.run.steps)
+        self._books = Books(
+            groups=self._groups,
+            credit=self._credit,
+            kl=self._kl,
+            meter=self._meter,
+            lines=self._lines,
+            reference=reference,
+            seed=config.run.seed,
+            data="" if saver is None else saver.data,
+        )
+        if resumed is not None:
+            self._books.restore(resumed.state, resumed.ready)
         self.budget, self.ledger = self._groups.budget, self._groups.ledger
         self._pushes = Pushes(
             config,
@@ -138,10 +155,7 @@ class Controller:
             watchdog=self._watchdog,
             times=self._times,
         )
-        self._lines = MetricsLines(observer.recorded, last_version=config.run.steps)
         self._alarm = LogprobAlarm.for_dtype(config.generators.logprob_diff_alarm, config.model.dtype)
-        self._bad_in_a_row = 0
-        self._started_at = 0.0
         self._stopped_by: str | None = None
 
     # ------------------------------------------------------------------ the run
@@ -151,18 +165,20 @@ class Controller:
 
         Raises what ended the run, as the ExceptionGroup of the TaskGroup.
         """
-        start = self._started_at = now()
+        self._books.started_at = now()
         self._watchdog.made_progress("the start")
         checksum = None
         try:
             async with asyncio.TaskGroup() as group:
                 keepers = await self._start_up(group)
-                after = before = await self._evaluate_first()
-                training_start = now()
+                after = before = await self._write_first_lines(group)
+                first_step, training_start = self._groups.step, now()
                 self._observer.phase("training")
                 pump = group.create_task(self._rollout_pump(group), name="rollout pump")
                 keepers.append(group.create_task(self._watchdog.watch(), name="watchdog"))
                 await self._train_pump(group)
+                if self._stopped_by is not None:
+                    await self._save(group, required=True)
                 for task in [pump, *self._groups.handles()]:
                     task.cancel()
                 if self._stopped_by is not None:
@@ -171,15 +187,14 @@ class Controller:
                 await self._pushes.settled()
                 for task in keepers:
                     task.cancel()
-            steps = self._groups.step
-            if steps:
+            if self._groups.step:
                 after, checksum = await self._finish()
         finally:
             self._lines.close()
         return Summary(
-            steps=steps,
+            steps=self._groups.step - first_step,
             policy_version=self.budget.version,
-            wall_s=now() - (training_start if steps else start),
+            wall_s=now() - training_start,
             eval_before=before,
             eval_after=after,
             checksum=checksum,
@@ -196,7 +211,7 @@ class Controller:
             self._groups.close()
 
     async def _start_up(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Start both sides at version 0; returns the tasks that keep generators at work from then on."""
+        """Start both sides at one version; returns the tasks that keep generators at work from then on."""
         self._observer.phase("starting all actors")
         async with asyncio.TaskGroup() as starting:
             learner = starting.create_task(self._learner.start(), name="start learner")
@@ -204,6 +219,10 @@ class Controller:
             starting.create_task(self._annotator.start(), name="start roles")
         info = learner.result()
         log.info("learner has %s parameters in %d tensors", f"{info.parameters:,}", len(info.manifest))
+        if self._resumed is not None:
+            assert self._saver is not None, "who resumes takes checkpoints too"
+            self._observer.phase(f"loading the checkpoint of step {self._resumed.state.step}")
+            await self._saver.load(self._resumed.folder, self._resumed.state)
         supervisor = group.create_task(self._pool.supervise(), name="supervise generators")
         await self._pushes.open(info)
         self._watchdog.made_progress("the start of generators and learner")
@@ -213,15 +232,45 @@ class Controller:
             group.create_task(self._pushes.restore_reference(), name="restore reference"),
         ]
 
-    async def _evaluate_first(self) -> Metrics | None:
-        record = {**self._line_head(), **self._publisher.take_metrics()}
-        self._lines.add(record)
-        if not self._evaluator.enabled:
-            return None
-        self._observer.phase("evaluating the start model")
-        result = await self._pushes.evaluate(0)
-        record.update(result)
-        return result
+    async def _write_first_lines(self, group: asyncio.TaskGroup) -> Metrics | None:
+        """The line of the start model, with its evaluation; after a resume, the lines that were not written.
+
+        Returns the evaluation that the run began with.
+        """
+        resumed = self._resumed
+        if self._saver is not None and (resumed is None or resumed.elsewhere):
+            # Before the first line: a folder with lines has a checkpoint from its beginning.
+            await self._save(group, required=True)
+            await self._saver.written()
+        lines = [] if resumed is None else list(resumed.lines)
+        if resumed is None or resumed.lacks_line:
+            lines.append({**self._line_head(), **self._publisher.take_metrics()})
+        for record in lines:
+            self._lines.add(record)
+        version = self.budget.version
+        if not lines or lines[-1]["step"] != self._groups.step or not self._pushes.is_evaluated(version):
+            return None if resumed is None else resumed.first_evaluation
+        self._observer.phase(f"evaluating version {version}")
+        result = await self._pushes.evaluate(version)
+        lines[-1].update(result)
+        return result if resumed is None or not version else resumed.first_evaluation
+
+    # ------------------------------------------------------------------ checkpoints
+
+    async def _save(
+        self,
+        group: asyncio.TaskGroup,
+        *,
+        evaluation: asyncio.Task[Metrics] | None = None,
+        required: bool = False,
+    ) -> None:
+        """Take a checkpoint of now, between two updates, unless there is one of this step."""
+        if self._saver is None or self._saver.last_step == self._groups.step:
+            return
+        start = now()
+        async with self._pushes.reference_turn():
+            await self._saver.take(group, self._books.capture, evaluation=evaluation, required=required)
+        self._times.checkpoint += now() - start
 
     async def _finish(self) -> tuple[Metrics | None, str]:
         """What the last line still lacks: its evaluation and the checksum; then the export."""
@@ -230,10 +279,9 @@ class Controller:
         checksum = await within(timeout_s, "checksum of the parameters", setting, self._learner.checksum())
         # JSON holds it as text; every other figure of a line is a number.
         self._lines.last["model/checksum"] = checksum  # type: ignore[assignment]
-        if self._checkpoints is not None:
+        if self._saver is not None:
             self._observer.phase("exporting the model")
-            target = self._checkpoints / f"step_{self.budget.version}" / "hf"
-            await within(timeout_s, "export of the model", setting, self._learner.export(target))
+            await within(timeout_s, "export of the model", setting, self._saver.export(self._groups.step))
         return after, checksum
 
     # ------------------------------------------------------------------ rollouts
@@ -337,6 +385,11 @@ class Controller:
             scored = [landed_as[meta.ordinal] for meta in metas]
             record |= {**result.metrics, **self._kl.end_step(scored, result)}
             await self._end_step(record, metas, evaluation)
+            last = self.budget.version == self.config.run.steps
+            if self._saver is not None and self._saver.is_due(
+                self._groups.step, last=last, evaluated=evaluation is not None
+            ):
+                await self._save(group, evaluation=evaluation, required=last)
 
     async def _take(self) -> list[ReadyGroup] | None:
         """The next batch by expiry; None once a stop was asked for."""
@@ -378,15 +431,15 @@ class Controller:
         """The update's groups are through. BadStepsError if too many updates in a row changed nothing."""
         self._groups.retire_batch(version, groups, skipped=result.skipped)
         if not result.skipped:
-            self._bad_in_a_row = 0
+            self._books.bad_steps = 0
             self._meter.bias.add_trained([g.meta for g in groups])
             return
-        self._bad_in_a_row += 1
+        self._books.bad_steps += 1
         limit = self.config.learner.max_bad_steps
         log.error("step %d was not finite and changed nothing: %s", self._groups.step, result.metrics)
-        if self._bad_in_a_row > limit:
+        if self._books.bad_steps > limit:
             raise BadStepsError(
-                f"{self._bad_in_a_row} updates in a row had a non-finite loss or gradient "
+                f"{self._books.bad_steps} updates in a row had a non-finite loss or gradient "
                 f"(learner.max_bad_steps = {limit}); lower learner.lr or look at the rewards"
             )
 
@@ -409,6 +462,7 @@ class Controller:
             **self._publisher.take_metrics(),
             **self._annotator.take_metrics(),
             **(self._reference.take_metrics() if self._reference is not None else {}),
+            **({"checkpoint/failed": float(self._saver.failed)} if self._saver is not None else {}),
         }
         self._lines.add(record, evaluation)
         self._observer.stepped(record)
@@ -418,7 +472,7 @@ class Controller:
         return {
             "step": self._groups.step,
             "policy_version": self.budget.version,
-            "time": now() - self._started_at,
+            "time": self._books.elapsed_s(),
             **self._groups.metrics(),
         }
 

@@ -6,6 +6,7 @@
     ├── UsageError                  exit 2: the user can fix it before anything runs
     │   ├── ConfigError             a key, a value, or two values that contradict
     │   ├── DataError               a data set that cannot be read or is empty
+    │   ├── CheckpointError         damaged, or of a run that this one cannot go on from
     │   └── PlacementError          the machine or cluster lacks what was asked for
     ├── InvariantError              a bug in asyncrl, never the user's fault
     │   ├── BudgetError             an admission or retirement that the rule forbids
@@ -62,6 +63,10 @@ class ConfigError(UsageError):
 
 class DataError(UsageError):
     """A data set that cannot be read, is empty, or lacks a column."""
+
+
+class CheckpointError(UsageError):
+    """A checkpoint that is damaged or incomplete, or of a run that this one cannot go on from."""
 
 
 class PlacementError(UsageError):

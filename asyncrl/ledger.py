@@ -17,7 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -118,10 +118,16 @@ class Ledger:
         self._retired_above: set[int] = set()
 
     @classmethod
-    def restore(cls, frontier: Frontier, sink: Callable[[Retired], None] | None = None) -> Ledger:
+    def restore(
+        cls,
+        frontier: Frontier,
+        sink: Callable[[Retired], None] | None = None,
+        ready: Mapping[int, str] | None = None,
+    ) -> Ledger:
         """A ledger that goes on from a frontier: live ordinals of then count as never submitted.
 
-        LedgerError if the frontier contradicts itself.
+        But for those in ``ready``, with their uids, which are ready now as they were then. LedgerError if
+        the frontier contradicts itself, or a ready ordinal is retired.
         """
         above = set(frontier.retired_above)
         retired = frontier.lowest + len(above)
@@ -141,11 +147,18 @@ class Ledger:
         ledger._submitted = counted
         ledger._next = ledger._lowest = frontier.lowest
         ledger._retired_above = above
+        for ordinal, uid in (ready or {}).items():
+            if ledger.state(ordinal) != "pending":
+                raise LedgerError(f"ordinal {ordinal} ({uid}) is {ledger.state(ordinal)}, and ready too")
+            ledger._live[ordinal] = _Entry(uid, "ready")
+        ledger._counts["ready"] = len(ledger._live)
+        ledger._submitted += len(ledger._live)
+        ledger._pass_over()
         return ledger
 
     @property
     def next_ordinal(self) -> int:
-        """The ordinal that has to be submitted next; after a resume, retired ones are passed over."""
+        """The ordinal that has to be submitted next; those known from before a resume are passed over."""
         return self._next
 
     def state(self, ordinal: int) -> LiveState | Literal["pending", "retired"]:
@@ -169,8 +182,7 @@ class Ledger:
         self._counts["running"] += 1
         self._submitted += 1
         self._next += 1
-        while self._next in self._retired_above:
-            self._next += 1
+        self._pass_over()
 
     def mark_ready(self, ordinal: int) -> None:
         """The group is whole and scored, and waits for a step: running -> ready."""
@@ -244,6 +256,10 @@ class Ledger:
     def statistics(self) -> LedgerStatistics:
         """A snapshot of the ledger."""
         return LedgerStatistics(**self.counts(), lowest=self._lowest, retired_above=len(self._retired_above))
+
+    def _pass_over(self) -> None:
+        while self._next in self._retired_above or self._next in self._live:
+            self._next += 1
 
     def _move(self, ordinal: int, source: LiveState, target: LiveState) -> None:
         entry = self._live.get(ordinal)

@@ -38,6 +38,8 @@ class PhaseTimes:
     """Longest standstill of a generator for the swap."""
     eval: float = 0.0
     """A push waited for an evaluation to end."""
+    checkpoint: float = 0.0
+    """The learner stood still for the copy of a checkpoint, or for the files of the one before."""
     timeline: Timeline = field(default_factory=NoTimeline)
     """Hears of every piece of each phase."""
 
@@ -68,6 +70,10 @@ class LengthBias:
     trained: int = 0
     finished_tokens: int = 0
     finished: int = 0
+
+    def state(self) -> dict[str, int]:
+        """The sums, as ``LengthBias(**state)`` takes them."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
     def add_finished(self, meta: GroupMeta) -> None:
         self.finished += len(meta.trajectories)

@@ -50,6 +50,11 @@ class MetricsLines:
         """The record that was added last; what is put into it before it is handed over is part of it."""
         return self._last.record
 
+    @property
+    def waiting(self) -> list[Metrics]:
+        """Copies of the records that were not handed over yet."""
+        return [dict(line.record) for line in self._lines]
+
     def add(self, record: Metrics, evaluation: asyncio.Task[Metrics] | None = None) -> None:
         """One more line, complete once ``evaluation`` has ended; ``record`` names its policy_version."""
         self._last = _Line(record, evaluation)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.checkpoint.state import RunState
 from asyncrl.config import Config
 from asyncrl.errors import NothingTrainableError
 from asyncrl.ledger import FinalState, Ledger, Retired
@@ -81,6 +82,7 @@ class OutstandingGroups:
         self.queue = ExperienceQueue(
             self.budget, capacity_groups=self.budget.capacity, max_bytes=max_queue_bytes
         )
+        self._retired = retired
         self.ledger = Ledger(retired)
         self.step = 0
         """Updates tried so far, the skipped ones included: the step that the ledger's lines name."""
@@ -93,6 +95,31 @@ class OutstandingGroups:
         self._unusable = _Unusable()
         self._closed = False
         self._starved_since: float | None = None
+
+    # Checkpoints.
+
+    def restore(self, state: RunState, ready: Iterable[tuple[ReadyGroup, int]]) -> None:
+        """Go on from a checkpoint, before anything was admitted: ``ready`` is in the queue again, each with
+        the version that it was issued at, and every other ordinal that was not retired is issued anew."""
+        groups = list(ready)
+        self.budget.resume(state.version)
+        self.ledger = Ledger.restore(
+            state.frontier, self._retired, {group.meta.ordinal: group.meta.uid for group, _ in groups}
+        )
+        for group, start_version in groups:
+            self.budget.readmit(group.meta.ordinal, start_version, group.expiry)
+            self.queue.put(group)
+        self.step = state.step
+        self._unusable = _Unusable(sum(state.unusable.values()), Counter(state.unusable))
+
+    def ready(self) -> list[tuple[ReadyGroup, int]]:
+        """What is in the queue, as ``restore`` takes it."""
+        return [(group, self.budget.start_version(group.meta.ordinal)) for group in self.queue.groups]
+
+    @property
+    def unusable(self) -> dict[str, int]:
+        """Groups in a row, up to now, that could not be trained on, by reason."""
+        return dict(self._unusable.reasons)
 
     # Admission.
 

@@ -115,6 +115,13 @@ def fetch_payloads(references: Sequence[Any]) -> list[bytes]:
     return payloads
 
 
+def store_payloads(payloads: Sequence[bytes]) -> list[Any]:
+    """Object references to the bytes, as actors return them; this process owns them."""
+    import ray
+
+    return [ray.put(payload) for payload in payloads]
+
+
 def deal_cores(cores: Sequence[int] | None, members: int) -> list[tuple[int, ...] | None]:
     """Deal cores out to members in turn; with fewer cores than members, they share."""
     if not cores:

@@ -58,6 +58,9 @@ class Reference(Protocol):
 
     async def restore(self, version: int) -> None: ...
 
+    @property
+    def version(self) -> int: ...
+
     def take_metrics(self) -> Metrics: ...
 
 
@@ -103,17 +106,23 @@ class Pushes:
         """That of the newest version handed to the publisher, running or done; None where none was due."""
 
     async def open(self, info: LearnerInfo) -> None:
-        """Make version 0 live: what generates is then what trains, whatever the model's files said."""
+        """Make the budget's version live: what generates is what trains, whatever the model's files said."""
+        version = self._version = self._budget.version
         await self._publisher.open(info)
         if self._reference is not None:
             await self._reference.open(info)
         if self._overlap:
-            await self._copy_out(0)
-        await self._publisher.publish(0)
+            await self._copy_out(version)
+        await self._follow(version)
+        await self._publisher.publish(version)
 
     def update_turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """What an update has to hold: it moves the weights that are pushed, unless those are a copy."""
         return contextlib.nullcontext() if self._overlap else self._turn
+
+    def reference_turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Inside, a reference that follows the policy stays what it is."""
+        return contextlib.nullcontext() if self._reference is None else self._turn
 
     async def publish_if_due(self, group: asyncio.TaskGroup) -> asyncio.Task[Metrics] | None:
         """Publish the newest version where it is due, and return the evaluation that it started.
@@ -124,7 +133,7 @@ class Pushes:
         if version == self._version:
             return None
         last = version == self._steps
-        evaluate = self._evaluator.enabled and (last or self._is_evaluated(version))
+        evaluate = self.is_evaluated(version)
         if not (self._budget.is_due(version) or evaluate or last):
             return None
         before = self.evaluation
@@ -185,9 +194,11 @@ class Pushes:
         """The version that can be pushed: of the learner's copy, or of its weights between two updates."""
         return self._version if self._overlap else self._budget.version
 
-    def _is_evaluated(self, version: int) -> bool:
+    def is_evaluated(self, version: int) -> bool:
+        """Whether ``version`` is evaluated: every so often, before the first step and after the last."""
         every = self._evaluate_every
-        return every > 0 and version % every == 0
+        at_an_end = version in (0, self._steps)
+        return self._evaluator.enabled and (at_an_end or (every > 0 and version % every == 0))
 
     async def _copy_out(self, version: int) -> None:
         """Have the learner copy its weights out: all that it stands still for."""
@@ -207,9 +218,7 @@ class Pushes:
             evaluation.result()
             self._times.spent("eval", start)
         async with self._turn:
-            # Of the last version no group is annotated any more.
-            if self._reference is not None and self._reference.is_due(version) and version < self._steps:
-                await self._reference.refresh(version)
+            await self._follow(version)
             if version != self._budget.live_version:  # else replicas were restarted with it
                 start = now()
                 report = await self._publisher.publish(version)
@@ -226,6 +235,12 @@ class Pushes:
                 self._budget.set_live(version)
         self._watchdog.made_progress(f"version {version} live")
         self._changed.notify()
+
+    async def _follow(self, version: int) -> None:
+        """Have the reference follow to ``version``, if it is due and has not yet."""
+        # Of the last version no group is annotated any more.
+        if self._reference is not None and self._reference.is_due(version) and version < self._steps:
+            await self._reference.refresh(version)
 
     async def _await_push(self) -> None:
         """One push at a time, and one copy to push from: the next waits for the one before."""

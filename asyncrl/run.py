@@ -2,7 +2,9 @@
 
 Invariants:
 - Config and data errors come before any model is loaded, and exit with 2.
-- The first SIGINT or SIGTERM ends the run after the running update; the second ends it now.
+- The first SIGINT or SIGTERM ends the run after the running update and a checkpoint of it; the second ends
+  it now.
+- One process at a time writes to a run's folder.
 - However a run ends, its actors and worker processes end with it; ``sentinel`` sees to it.
 """
 
@@ -15,7 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +27,13 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 from asyncrl.check import validate
+from asyncrl.checkpoint.files import replace_file
+from asyncrl.checkpoint.groups import payloads_of, with_payloads
+from asyncrl.checkpoint.resume import Resumed, prepare
+from asyncrl.checkpoint.saver import Saver
+from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config import Config
+from asyncrl.config_load import dump_config
 from asyncrl.controller import Controller, Summary
 from asyncrl.display import Display, lag, make_display
 from asyncrl.errors import UsageError
@@ -35,7 +43,7 @@ from asyncrl.hub import model_place
 from asyncrl.learners.base import Learner
 from asyncrl.ledger import Retired
 from asyncrl.roles.annotator import Annotator
-from asyncrl.run_folder import RunFolder, claim
+from asyncrl.run_folder import RunFolder, claimed
 from asyncrl.sentinel import Sentinel
 from asyncrl.timeline import unix_offset
 from asyncrl.tracking import open_tracker
@@ -98,12 +106,29 @@ def train(config: Config) -> int:
     set_up_logging(console)
     log.info("checking config, data and rewards")
     prompts = validate(config).prompts
-    folder = claim(config)
-    with Sentinel() as sentinel:
-        return _train(config, prompts, folder, console, sentinel)
+    with claimed(config) as folder:
+        resumed = prepare(config, prompts.train.fingerprint)
+        if resumed is not None and resumed.finished:
+            log.info(
+                "nothing is left to do: %s has all of its %d steps; raise run.steps to go on",
+                folder,
+                config.run.steps,
+            )
+            return 0
+        replace_file(folder / "config.yaml", dump_config(config).encode())
+        with Sentinel() as sentinel:
+            return _train(config, prompts, folder, resumed, console, sentinel)
 
 
-def _train(config: Config, prompts: Prompts, folder: Path, console: Console, sentinel: Sentinel) -> int:
+def _train(
+    config: Config,
+    prompts: Prompts,
+    folder: Path,
+    resumed: Resumed | None,
+    console: Console,
+    sentinel: Sentinel,
+) -> int:
+    """The run itself, in a folder that is ready for it."""
     from asyncrl.placement import close_session, open_session
 
     model_path = resolve_model(config, console)
@@ -112,7 +137,7 @@ def _train(config: Config, prompts: Prompts, folder: Path, console: Console, sen
         placement = open_session(config)
         if placement.logs is not None:
             sentinel.watch(placement.logs)
-        parts = build(config, model_path, prompts, placement, folder, console)
+        parts = build(config, model_path, prompts, placement, folder, console, resumed)
         try:
             summary = asyncio.run(_run(parts))
         finally:
@@ -153,6 +178,7 @@ def build(
     placement: Placement,
     folder: Path,
     console: Console,
+    resumed: Resumed | None = None,
 ) -> Parts:
     """Create the actors and the controller over them; nothing runs yet."""
     from asyncrl.generators.actor import RayReplica
@@ -162,11 +188,12 @@ def build(
 
     generators = config.generators
     display = make_display(config, console)
+    after = None if resumed is None else resumed.state.step
     files = RunFolder(
         folder,
         resolve=fetch_payloads,
         rollouts_every=config.log.rollouts_every,
-        trackers=[partial(open_tracker, name, folder, config) for name in config.log.trackers],
+        trackers=[partial(open_tracker, name, folder, config, after) for name in config.log.trackers],
         trace_bytes=config.log.trace_mb << 20,
         clock_offset_s=unix_offset(),
     )
@@ -197,6 +224,7 @@ def build(
         canary=make_canary(config, prompts.train.iterate()),
     )
     reference = build_reference_role(config, model_path, placement, learner)
+    moving = reference if isinstance(reference, MovingReference) else None
     reward_model = build_reward_model(config, model_path, placement)
     annotator = Annotator([*([] if reference is None else [reference]), *critics], reward_model)
     controller = Controller(
@@ -208,11 +236,32 @@ def build(
         Evaluator(pool, prompts.eval, config, reward_model),
         RunObserver(files, display),
         annotator=annotator,
-        reference=reference if isinstance(reference, MovingReference) else None,
-        checkpoints=folder / "checkpoints",
+        reference=moving,
+        saver=Saver(
+            config.checkpoint,
+            CheckpointStore(folder.resolve() / "checkpoints"),
+            learner,
+            resolve=fetch_payloads,
+            lines_on_disk=files.on_disk,
+            config_text=dump_config(config),
+            data=prompts.train.fingerprint,
+            reference=moving,
+            last_step=None if resumed is None or resumed.elsewhere else resumed.state.step,
+        ),
+        resumed=None if resumed is None else in_object_store(resumed),
         timeline=files.timeline,
     )
     return Parts(controller, pool, learner, annotator, display, files)
+
+
+def in_object_store(resumed: Resumed) -> Resumed:
+    """With references in place of the payloads of ready groups, so that actors fetch them as any other's."""
+    from asyncrl.placement import store_payloads
+
+    groups = [group for group, _ in resumed.ready]
+    stored = with_payloads(groups, store_payloads(payloads_of(groups)))
+    starts = (start for _, start in resumed.ready)
+    return replace(resumed, ready=tuple(zip(stored, starts, strict=True)))
 
 
 def build_learner(config: Config, model_path: str, placement: Placement) -> tuple[Learner, list[Role]]:

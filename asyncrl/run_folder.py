@@ -8,15 +8,17 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from asyncrl.config import Config
-from asyncrl.config_load import dump_config
 from asyncrl.errors import ConfigError
 from asyncrl.ledger import Retired
 from asyncrl.queues.codec import append_record
@@ -26,20 +28,29 @@ from asyncrl.tracking import Tracker
 from asyncrl.types import Metrics, ReadyGroup
 
 
-def claim(config: Config) -> Path:
-    """Make the folder of a new run, with its resolved config. Raises ConfigError if it cannot be had.
+@contextmanager
+def claimed(config: Config) -> Iterator[Path]:
+    """The run's folder, made where it is not there, for this process alone until the block is left.
 
-    Whether the name is taken is ``check.require_folder``'s to say, before this.
+    Raises ConfigError if it cannot be had. Whether what is in it can be gone on from is not its business.
     """
     folder = config.run.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        lock = (folder / ".lock").open("ab")
     except OSError as error:
         raise ConfigError(
             f"the run folder {folder} cannot be written: {error.strerror}; set run.dir to one that can"
         ) from error
-    return folder
+    with lock:  # the system lets go of it however this process ends
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run.name: found {folder}, which another process is writing to; wait for its end, or choose "
+                "another run.name"
+            ) from None
+        yield folder
 
 
 class RunFolder:
@@ -91,6 +102,15 @@ class RunFolder:
         """Keep the groups of each ``log.rollouts_every``-th step in ``rollouts/``."""
         if self._rollouts_every and step % self._rollouts_every == 0:
             self._submit(self._write_rollouts, step, [group.payload for group in groups])
+
+    async def on_disk(self) -> None:
+        """Return once all lines that were handed over so far outlast a power cut. Raises OSError."""
+        await asyncio.to_thread(self._thread.submit(self._sync).result)
+
+    def _sync(self) -> None:
+        for file in (self._metrics, self._ledger):
+            file.flush()
+            os.fsync(file.fileno())
 
     def check(self) -> None:
         """Raise the first failed write, if there was one."""

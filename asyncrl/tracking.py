@@ -25,13 +25,20 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in ``folder``, written with the ``tensorboard`` package alone (no torch import)."""
+    """Event files in ``folder``, written with the ``tensorboard`` package alone (no torch import).
 
-    def __init__(self, folder: Path) -> None:
+    ``after``: the step that a resumed run goes on from; what was shown of later ones is taken back.
+    """
+
+    def __init__(self, folder: Path, after: int | None = None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(folder))
+        if after is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(session_log=start, step=after + 1, wall_time=time.time()))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -64,8 +71,11 @@ class WandB:
         self._run.finish()
 
 
-def open_tracker(name: str, folder: Path, config: Config) -> Tracker:
-    """The tracker of that name in ``log.trackers``, for the run with its files in ``folder``."""
+def open_tracker(name: str, folder: Path, config: Config, after: int | None = None) -> Tracker:
+    """The tracker of that name in ``log.trackers``, for the run with its files in ``folder``.
+
+    ``after``: the step that a resumed run goes on from.
+    """
     if name == "wandb":
         return WandB(folder, config.run.name, config.model_dump(mode="json"))
-    return TensorBoard(folder / "tb")
+    return TensorBoard(folder / "tb", after)

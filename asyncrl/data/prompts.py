@@ -133,6 +133,7 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, folder: Pat
         max_prompt_tokens=data.max_prompt_tokens,
         seed=config.run.seed,
         shuffle=data.shuffle,
+        fingerprint=_fingerprint(scan.texts[train_indices], data),
     )
     report = PromptReport(
         train_rows=len(rows),
@@ -146,6 +147,13 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, folder: Pat
     )
     eval_tasks = tuple(held_out.task(i) for i in range(len(held_out))) if held_out is not None else ()
     return Prompts(train, eval_tasks, report)
+
+
+def _fingerprint(texts: npt.NDArray[np.uint64], data: DataSection) -> str:
+    """Of the prompts in an epoch, in their order, and of what is made of them."""
+    digest = blake2b(texts.astype("<u8").tobytes(), digest_size=16)
+    digest.update(f"{data.shuffle}|{data.max_prompt_tokens}".encode())
+    return digest.hexdigest()
 
 
 def _template(data: DataSection, tokenizer: PreTrainedTokenizerBase, rows: Rows, key: str) -> PromptTemplate:

@@ -45,6 +45,7 @@ class PromptStream:
         max_prompt_tokens: int,
         seed: int,
         shuffle: bool,
+        fingerprint: str = "",
     ) -> None:
         if len(indices) == 0:
             raise ValueError("found no indices; expected at least one row")
@@ -55,6 +56,8 @@ class PromptStream:
         self._max_prompt_tokens = max_prompt_tokens
         self._seed = seed
         self._shuffle = shuffle
+        self.fingerprint = fingerprint
+        """Equal for equal prompts in equal order: two streams of one seed are then the same."""
         # Two, because ordinals from both sides of an epoch's end are asked for in turn.
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 

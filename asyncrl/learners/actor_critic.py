@@ -12,14 +12,20 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from asyncrl.checkpoint.files import FileEntry, write_file
 from asyncrl.errors import BadStepsError
 from asyncrl.learners.base import Learner, LearnerInfo, PushReport, StepResult
 from asyncrl.types import Batch, Float32Array
 from asyncrl.weight_sync.base import Channel, PushGroupSpec
+
+_COUNTS = "counts.json"
+"""Beside the critic's own files: its updates in a row that were not finite."""
 
 
 class Critic(Protocol):
@@ -28,6 +34,12 @@ class Critic(Protocol):
     async def step(self, batch: Batch) -> StepResult:
         """Train on the batch, whose groups carry the critic's values."""
         ...
+
+    async def copy_state(self) -> None: ...
+
+    async def write_state(self, folder: Path) -> list[FileEntry]: ...
+
+    async def load_state(self, folder: Path) -> None: ...
 
 
 class ActorCritic:
@@ -39,6 +51,7 @@ class ActorCritic:
         self._warmup_steps = warmup_steps
         self._max_bad_steps = max_bad_steps
         self._bad_in_a_row = 0
+        self._copied_bad_steps = 0
 
     async def step(self, batch: Batch) -> StepResult:
         warmup = batch.version < self._warmup_steps
@@ -87,6 +100,21 @@ class ActorCritic:
 
     async def export(self, folder: Path) -> None:
         await self._policy.export(folder)
+
+    async def copy_state(self) -> None:
+        self._copied_bad_steps = self._bad_in_a_row
+        await asyncio.gather(self._policy.copy_state(), self._critic.copy_state())
+
+    async def write_state(self, folder: Path) -> list[FileEntry]:
+        written = await asyncio.gather(self._policy.write_state(folder), self._critic.write_state(folder))
+        counts = json.dumps({"bad_in_a_row": self._copied_bad_steps}).encode()
+        own = await asyncio.to_thread(write_file, folder / "critic", _COUNTS, counts)
+        return [*(entry for entries in written for entry in entries), replace(own, path=f"critic/{_COUNTS}")]
+
+    async def load_state(self, folder: Path) -> None:
+        counts = await asyncio.to_thread((folder / "critic" / _COUNTS).read_bytes)
+        self._bad_in_a_row = int(json.loads(counts)["bad_in_a_row"])
+        await asyncio.gather(self._policy.load_state(folder), self._critic.load_state(folder))
 
     async def close(self) -> None:
         await self._policy.close()

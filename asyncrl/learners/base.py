@@ -19,6 +19,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from asyncrl.checkpoint.files import FileEntry
 from asyncrl.types import Batch, Float32Array, Metrics, Trajectory
 from asyncrl.weight_sync.base import AdapterSpec, Channel, Manifest, PushGroupSpec, TensorSpec
 
@@ -173,6 +174,18 @@ class LearnerRank(Protocol):
         """Write a Hugging Face folder (safetensors, config, tokenizer); rank 0 writes."""
         ...
 
+    def copy_state(self) -> None:
+        """Copy this rank's part of parameters and optimizer state, between two updates."""
+        ...
+
+    def write_state(self, folder: Path) -> list[FileEntry]:
+        """Write what was copied last; in any thread, beside updates. Paths are relative to ``folder``."""
+        ...
+
+    def load_state(self, folder: Path) -> None:
+        """Go on from what any number of ranks wrote; collective. Raises CheckpointError."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -211,5 +224,20 @@ class Learner(Protocol):
         ...
 
     async def export(self, folder: Path) -> None: ...
+
+    async def copy_state(self) -> None:
+        """Copy parameters and optimizer state, between two updates: what training stands still for."""
+        ...
+
+    async def write_state(self, folder: Path) -> list[FileEntry]:
+        """Write what was copied last into a checkpoint's folder; updates may run beside it.
+
+        The files are on disk on return; their paths are relative to ``folder``. Raises OSError.
+        """
+        ...
+
+    async def load_state(self, folder: Path) -> None:
+        """Go on from a checkpoint's folder, before the first update. Raises CheckpointError."""
+        ...
 
     async def close(self) -> None: ...

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.aggregation import AGGREGATIONS, StepCounts
 from asyncrl.algorithms.values import clipped_value_loss, explained_variance
+from asyncrl.checkpoint.files import FileEntry
 from asyncrl.config import AlgorithmSection, CriticSection, ModelSection
 from asyncrl.learners.advantages import Estimates, gae_estimates
 from asyncrl.learners.base import MiniBatch, RankStep, StepResult, TrainSample, finite
@@ -174,6 +176,15 @@ class DeepSpeedCritic:
         for name, parameter in self._engine.module.named_parameters():
             with self._engine.gathered([parameter]):
                 yield name, parameter.detach()
+
+    def copy_state(self) -> None:
+        self._engine.copy_state()
+
+    def write_state(self, folder: Path) -> list[FileEntry]:
+        return self._engine.write_state(folder)
+
+    def load_state(self, folder: Path) -> None:
+        self._engine.load_state(folder)
 
     def close(self) -> None:
         """Leave the process group. Safe to call twice."""

@@ -4,22 +4,25 @@ Invariants:
 - A group's values are those of the weights at the moment when a rank gets to it: an actor makes one call at
   a time, so that an update and a group wait for each other and never overlap.
 - At most ``_CALLS_A_RANK`` groups are with a rank, so that an update does not queue behind all that landed.
-- Weights die with their rank: nothing is restarted, and the run ends.
+- Weights die with their rank: nothing is restarted, and the run ends. A checkpoint of them is written in a
+  thread of its own, which holds nothing up.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from asyncrl.checkpoint.files import FileEntry
 from asyncrl.config import Config
 from asyncrl.errors import RoleError
 from asyncrl.learners.base import StepResult
 from asyncrl.learners.packing import RankPlan, plan_step
-from asyncrl.learners.ranks import RayRanks, free_port
+from asyncrl.learners.ranks import STATE_LANE, RayRanks, free_port
 from asyncrl.learners.samples import SentGroup, rank_step, sent_groups
 from asyncrl.placement import actor_options, pin_process
 from asyncrl.roles.worker import annotated
@@ -60,11 +63,21 @@ class CriticActor:
         result: StepResult = self._critic.step(rank_step(version, kl_coef, plan, groups, payloads))
         return result
 
+    def copy_state(self) -> None:
+        self._critic.copy_state()
+
+    def write_state(self, folder: str) -> list[FileEntry]:
+        entries: list[FileEntry] = self._critic.write_state(Path(folder))
+        return entries
+
+    def load_state(self, folder: str) -> None:
+        self._critic.load_state(Path(folder))
+
     def close(self) -> None:
         self._critic.close()
 
 
-_RemoteCritic: Any = ray.remote(CriticActor)
+_RemoteCritic: Any = ray.remote(concurrency_groups={STATE_LANE: 1})(CriticActor)
 
 
 class RayCritic:
@@ -144,6 +157,15 @@ class RayCritic:
             arguments.append((batch.version, batch.kl_coef, plan, groups, *payloads))
         results: list[StepResult] = await self._ranks.each("step", arguments)
         return results[0]
+
+    async def copy_state(self) -> None:
+        await self._ranks.all("copy_state")
+
+    async def write_state(self, folder: Path) -> list[FileEntry]:
+        return await self._ranks.write_state(folder)
+
+    async def load_state(self, folder: Path) -> None:
+        await self._ranks.load_state(folder)
 
     async def close(self) -> None:
         await self._ranks.close()

@@ -30,6 +30,7 @@ from asyncrl.algorithms.aggregation import StepCounts
 from asyncrl.algorithms.logprobs import token_logprobs
 from asyncrl.algorithms.names import is_path
 from asyncrl.algorithms.registry import user_advantage
+from asyncrl.checkpoint.files import FileEntry
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection, ReferenceSection
 from asyncrl.learners.advantages import batch_wide, from_user
 from asyncrl.learners.base import LearnerInfo, MiniBatch, RankStep, StepResult, TrainSample, finite
@@ -39,7 +40,7 @@ from asyncrl.learners.lora import LoraAdapter
 from asyncrl.learners.masking import check_staleness, mask_stale
 from asyncrl.learners.objective import Objective, Tally
 from asyncrl.learners.packed import require_exact_packing
-from asyncrl.learners.policy import load_policy, manifest_of, selected_logits
+from asyncrl.learners.policy import load_policy, manifest_of, save_policy, selected_logits
 from asyncrl.learners.preferences import Preferences
 from asyncrl.learners.resident import ResidentReference
 from asyncrl.learners.schedule import learning_rate
@@ -330,8 +331,6 @@ class DeepSpeedLearner:
         return state_checksum(self.named_parameters())
 
     def export(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
         state: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters():
             if self._rank == 0:
@@ -341,8 +340,16 @@ class DeepSpeedLearner:
         if self._rank != 0:
             return
         trust = self._model_section.trust_remote_code
-        self._engine.module.save_pretrained(folder, state_dict=state)
-        AutoTokenizer.from_pretrained(self._model_path, trust_remote_code=trust).save_pretrained(folder)
+        save_policy(folder, self._engine.module, state, self._model_path, trust_remote_code=trust)
+
+    def copy_state(self) -> None:
+        self._engine.copy_state()
+
+    def write_state(self, folder: Path) -> list[FileEntry]:
+        return self._engine.write_state(folder)
+
+    def load_state(self, folder: Path) -> None:
+        self._engine.load_state(folder)
 
     def close(self) -> None:
         """Leave the process group. Safe to call twice."""

@@ -9,6 +9,7 @@ Invariants:
 - An update whose gradient is not finite, on any rank, is skipped on every rank: parameters and optimizer
   state keep their bits.
 - The learning rate is that of the call; the engine holds no schedule.
+- Parameters, masters, moments and their number of updates are all of its state.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +27,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from asyncrl.checkpoint.files import FileEntry
 from asyncrl.config import Dtype, EngineSection
 from asyncrl.errors import ConfigError
+from asyncrl.learners.optimizer_state import OptimizerState, StateCopy
+from asyncrl.learners.state_files import SavedState, write_state
 
 _LARGEST_BUCKET = 500_000_000
 """DeepSpeed's own default for reduce and all-gather buckets, in elements."""
@@ -79,6 +84,10 @@ class TrainingEngine:
         trained = [p for p in model.parameters() if p.requires_grad]
         config = self._engine_config(sum(p.numel() for p in trained))
         self._engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+        self._state = OptimizerState(
+            self.module, self.optimizer, rank=self.rank, ranks=self.world_size, gathered=self._rewritten
+        )
+        self._copy = StateCopy(self._state)
 
     @property
     def module(self) -> Any:
@@ -145,6 +154,29 @@ class TrainingEngine:
         if self._settings.zero_stage == 3:
             for parameter in self._engine.module.parameters():
                 parameter.partition(param_list=[parameter], has_been_updated=False)
+
+    def copy_state(self) -> None:
+        """Copy this rank's part of the state, between two updates."""
+        self._copy.take()
+
+    def write_state(self, folder: Path) -> list[FileEntry]:
+        """Write what was copied last into ``folder``, in any thread, also while updates run."""
+        return write_state(folder, self.rank, self.world_size, self._copy.parts, self._copy.tensors())
+
+    def load_state(self, folder: Path) -> None:
+        """Go on from what any number of ranks wrote into ``folder``; collective. Raises CheckpointError."""
+        self._state.load(SavedState(folder))
+
+    @contextmanager
+    def _rewritten(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Whole parameters inside the block, which rank 0 may write to for all; collective for ZeRO-3."""
+        if self._settings.zero_stage < 3:
+            yield
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0):
+            yield
 
     def all_sum(self, values: Tensor) -> None:
         """Sum over the ranks, in place; collective."""

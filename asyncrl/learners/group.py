@@ -3,8 +3,9 @@
 Invariants:
 - Every rank gets the same calls in the same order; a rank that fails fails the call.
 - A rank fetches the payloads of its own groups only, resolved by Ray in the rank's process.
-- With ``weight_sync.overlap``, pushes have a thread of their own in each rank: an update neither
-  waits for them nor holds them up. Everything else, copying out included, happens in one thread.
+- With ``weight_sync.overlap``, pushes have a thread of their own in each rank, and so has always what writes
+  a checkpoint: an update neither waits for them nor holds them up. Everything else, copying out included,
+  happens in one thread.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any
 
 import ray
 
+from asyncrl.checkpoint.files import FileEntry
 from asyncrl.config import Config
 from asyncrl.errors import StalenessError
 from asyncrl.learners.base import LearnerInfo, PushReport, StepResult
 from asyncrl.learners.packing import RankPlan, plan_step
-from asyncrl.learners.ranks import RayRanks, free_port
+from asyncrl.learners.ranks import STATE_LANE, RayRanks, free_port
 from asyncrl.learners.samples import SentGroup, rank_step, sent_groups
 from asyncrl.placement import actor_options, pin_process
 from asyncrl.timeline import unix_offset
@@ -108,13 +110,23 @@ class LearnerActor:
     def export(self, folder: str) -> None:
         self._learner.export(Path(folder))
 
+    def copy_state(self) -> None:
+        self._learner.copy_state()
+
+    def write_state(self, folder: str) -> list[FileEntry]:
+        entries: list[FileEntry] = self._learner.write_state(Path(folder))
+        return entries
+
+    def load_state(self, folder: str) -> None:
+        self._learner.load_state(Path(folder))
+
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
         self._learner.close()
 
 
-_RemoteLearner: Any = ray.remote(concurrency_groups={_PUSH_LANE: 1})(LearnerActor)
+_RemoteLearner: Any = ray.remote(concurrency_groups={_PUSH_LANE: 1, STATE_LANE: 1})(LearnerActor)
 
 
 class RayLearner:
@@ -188,6 +200,15 @@ class RayLearner:
 
     async def export(self, folder: Path) -> None:
         await self._ranks.all("export", str(folder))
+
+    async def copy_state(self) -> None:
+        await self._ranks.all("copy_state")
+
+    async def write_state(self, folder: Path) -> list[FileEntry]:
+        return await self._ranks.write_state(folder)
+
+    async def load_state(self, folder: Path) -> None:
+        await self._ranks.load_state(folder)
 
     async def close(self) -> None:
         await self._ranks.close()

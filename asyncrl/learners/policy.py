@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +60,16 @@ def prepare_policy(model: Any, *, checkpointing: bool = False) -> nn.Module:
         raise ConfigError(f"model {type(model).__name__} has no output embedding: it is not a causal LM")
     head.register_forward_pre_hook(_select)
     return module
+
+
+def save_policy(
+    folder: Path, model: Any, state: dict[str, Tensor], path: str, *, trust_remote_code: bool
+) -> None:
+    """Write ``state``, the config of ``model`` and the tokenizer of ``path`` as a Hugging Face folder."""
+    from transformers import AutoTokenizer
+
+    model.save_pretrained(folder, state_dict=state)
+    AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code).save_pretrained(folder)
 
 
 def switch_dropout_off(module: nn.Module) -> None:

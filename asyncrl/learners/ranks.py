@@ -10,13 +10,18 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from asyncrl.checkpoint.files import FileEntry
 from asyncrl.errors import LearnerError
 
+STATE_LANE = "state"
+"""The concurrency group of writing checkpoints, which every actor has beside its default one."""
 _CLOSE_S = 10.0
 
 
@@ -29,7 +34,7 @@ def free_port(host: str) -> int:
 class RayRanks:
     """``actors`` in the order of their ranks; ``name`` is their section of the config.
 
-    Every actor has ``free_port()``, ``start(port)`` and ``close()``.
+    Every actor has ``free_port()``, ``start(port)`` and ``close()``, and the three calls for its state.
     """
 
     def __init__(self, name: str, actors: Sequence[Any]) -> None:
@@ -63,6 +68,16 @@ class RayRanks:
             getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments, strict=True)
         ]
         return await asyncio.gather(*(self.call(ref, rank) for rank, ref in enumerate(refs)))
+
+    async def write_state(self, folder: Path) -> list[FileEntry]:
+        """Have each rank write what it copied into a folder of this name; paths relative to ``folder``."""
+        found = await self.all("write_state", str(folder / self._name), lane=STATE_LANE)
+        entries = (entry for of_rank in found for entry in of_rank)
+        return [replace(entry, path=f"{self._name}/{entry.path}") for entry in entries]
+
+    async def load_state(self, folder: Path) -> None:
+        """Have the ranks go on from what ``write_state`` wrote. Raises CheckpointError."""
+        await self.all("load_state", str(folder / self._name))
 
     async def call(self, ref: Any, rank: int) -> Any:
         """What a call of one rank returned."""

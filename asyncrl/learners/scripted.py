@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from asyncrl.checkpoint.files import FileEntry, write_file
 from asyncrl.errors import InvariantError, LearnerError, StalenessError, WeightSyncError
 from asyncrl.learners.base import LearnerInfo, PushReport, StepResult
 from asyncrl.types import Batch, Float32Array, group_lag
@@ -84,6 +86,7 @@ class ScriptedLearner:
         self._score_s = score_s
         self._stepping = False
         self._copied: int | None = None
+        self._copied_state = 0
         self._start_s = start_s
         self._bad_steps = frozenset(bad_steps)
         self._dies_at = dies_at
@@ -174,6 +177,23 @@ class ScriptedLearner:
     async def export(self, folder: Path) -> None:
         """Writes nothing: there are no weights."""
         self._check_up()
+
+    async def copy_state(self) -> None:
+        self._check_up()
+        if self._stepping:
+            raise InvariantError(f"asked to copy the state in the middle of the update of {self.version}")
+        await asyncio.sleep(self._copy_s)
+        self._copied_state = self.version
+
+    async def write_state(self, folder: Path) -> list[FileEntry]:
+        self._check_up()
+        (folder / "learner").mkdir()
+        entry = write_file(folder / "learner", "version", str(self._copied_state).encode())
+        return [replace(entry, path="learner/version")]
+
+    async def load_state(self, folder: Path) -> None:
+        self._check_up()
+        self.version = int((folder / "learner" / "version").read_text())
 
     async def close(self) -> None:
         self._go_down("was closed")

@@ -10,21 +10,33 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from asyncrl.learners.engine import TrainingEngine
 from asyncrl.learners.lora import LoraAdapter
 from asyncrl.weight_sync.base import TensorSpec
+
+
+class WeightHolder(Protocol):
+    """What has the weights: a training engine's rank, or a model in one piece."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def module(self) -> Any: ...
+
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]: ...
 
 
 class PolicyWeights:
     """The weights of ``engine``'s model. ``sharded``: each rank holds a part of every tensor (ZeRO 3)."""
 
-    def __init__(self, engine: TrainingEngine, adapter: LoraAdapter | None, *, sharded: bool) -> None:
+    def __init__(self, engine: WeightHolder, adapter: LoraAdapter | None, *, sharded: bool) -> None:
         self._engine = engine
         self._adapter = adapter
         self._sharded = sharded

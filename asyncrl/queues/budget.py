@@ -215,6 +215,31 @@ class StalenessBudget:
         """How many more groups may be admitted now."""
         return max(0, min(self._limits()) - len(self._expiry))
 
+    # After a resume, before anything else.
+
+    def resume(self, version: int) -> None:
+        """Go on at ``version``, live everywhere. BudgetError once anything has happened."""
+        if self._version or self._admitted or not 0 <= version <= self.steps:
+            raise BudgetError(
+                f"a budget at version {self._version} that admitted {self._admitted} groups was told to go "
+                f"on at {version} of {self.steps} steps; expected a new one, and a step of the run"
+            )
+        self._version = self._live_version = version
+
+    def readmit(self, ordinal: int, start_version: int, expiry: int) -> None:
+        """Count a group in that was issued at ``start_version`` before the resume, and is running to this.
+
+        BudgetError if it is outstanding, or expires before the next step, or the rule has no room for it.
+        """
+        if ordinal in self._expiry or self.admissible() < 1 or expiry < self._version:
+            raise BudgetError(
+                f"ordinal {ordinal} of version {start_version} was readmitted with expiry {expiry} at "
+                f"version {self._version} with {self.outstanding} groups outstanding; the limits "
+                f"are {self.limits()}"
+            )
+        self._admitted += 1
+        self._enter(ordinal, start_version, expiry)
+
     # What happens to a group.
 
     def admit(self, ordinal: int) -> Admission:

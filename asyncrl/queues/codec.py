@@ -136,7 +136,7 @@ def append_record(file: BinaryIO, payload: bytes) -> None:
     file.write(payload)
 
 
-def read_records(file: BinaryIO) -> Iterator[bytes]:
+def read_records(file: BinaryIO, magic: bytes = MAGIC) -> Iterator[bytes]:
     """Each record of a file from its current position on, undecoded.
 
     Raises TornRecordError, with the offset to cut the file at, where the file ends inside a record, as
@@ -147,7 +147,7 @@ def read_records(file: BinaryIO) -> Iterator[bytes]:
         where = f"the record at byte {offset}"
         if len(header) < _HEADER.size:
             raise TornRecordError(f"{where} ends after {len(header)} bytes of its header", offset)
-        length, _ = _read_header(header, where)
+        length, _ = _read_header(header, where, magic)
         body = file.read(length)
         if len(body) < length:
             raise TornRecordError(f"{where} ends after {len(body)} of its body's {length} bytes", offset)

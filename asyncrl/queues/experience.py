@@ -206,6 +206,11 @@ class ExperienceQueue:
         self._bytes += group.nbytes
         self._put += 1
 
+    @property
+    def groups(self) -> list[ReadyGroup]:
+        """All of them, in order of arrival."""
+        return list(self._ready.values())
+
     def take(self) -> list[ReadyGroup] | Shortfall:
         """The batch for step ``budget.version``, in order of arrival, or why there is none yet.
 

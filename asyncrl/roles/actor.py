@@ -3,20 +3,22 @@
 Invariants:
 - Which calls are made is up to the role: a worker gets those of the seat in ``base.py`` that it fills.
 - Payloads are return values: the controller's process owns them, and they outlive the actor.
-- One call at a time: Ray keeps the others waiting, in their order. A ping alone has a thread of its own,
-  and so is answered whatever the others wait for.
+- One call at a time: Ray keeps the others waiting, in their order. Pings and the writing of checkpoints
+  have threads of their own: a ping is answered whatever the others wait for.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 
+from asyncrl.checkpoint.files import FileEntry
 from asyncrl.errors import RoleError
 from asyncrl.placement import actor_options, pin_process
 from asyncrl.processes import Whereabouts, kill_actor, process_at, whereabouts
@@ -41,6 +43,8 @@ BuildWorker = Callable[[], Worker]
 
 _CONTROL = "control"
 """The concurrency group of pings."""
+_STATE = "state"
+"""That of writing checkpoints."""
 
 
 class RoleActor:
@@ -77,6 +81,15 @@ class RoleActor:
     def take(self, version: int, decay: float) -> None:
         self._following.take(version, decay)
 
+    def copy_state(self) -> None:
+        self._following.copy_state()
+
+    def write_state(self, folder: str) -> list[FileEntry]:
+        return self._following.write_state(Path(folder))
+
+    def load_state(self, folder: str, version: int) -> None:
+        self._following.load_state(Path(folder), version)
+
     def close(self) -> None:
         self._worker.close()
 
@@ -85,7 +98,7 @@ class RoleActor:
         return cast(FollowingWorker, self._worker)
 
 
-_RemoteRole: Any = ray.remote(concurrency_groups={_CONTROL: 1})(RoleActor)
+_RemoteRole: Any = ray.remote(concurrency_groups={_CONTROL: 1, _STATE: 1})(RoleActor)
 
 
 class RayRoleMember:
@@ -150,6 +163,17 @@ class RayRoleMember:
 
     async def take(self, version: int, decay: float) -> None:
         await self._call(self._actor.take.remote(version, decay))
+
+    async def copy_state(self) -> None:
+        await self._call(self._actor.copy_state.remote())
+
+    async def write_state(self, folder: Path) -> list[FileEntry]:
+        lane = self._actor.write_state.options(concurrency_group=_STATE)
+        entries: list[FileEntry] = await self._call(lane.remote(str(folder)))
+        return entries
+
+    async def load_state(self, folder: Path, version: int) -> None:
+        await self._call(self._actor.load_state.remote(str(folder), version))
 
     async def close(self) -> None:
         try:

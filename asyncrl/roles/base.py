@@ -23,8 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
+from asyncrl.checkpoint.files import FileEntry
 from asyncrl.queues.annotations import Arrays
 from asyncrl.types import Annotation, Group, GroupMeta, Task
 from asyncrl.weight_sync.base import PushGroupSpec
@@ -133,6 +135,18 @@ class FollowingWorker(RoleWorker, Protocol):
         """
         ...
 
+    def copy_state(self) -> None:
+        """Copy the weights, averages in float32, between two groups."""
+        ...
+
+    def write_state(self, folder: Path) -> list[FileEntry]:
+        """Write that copy; in any thread. Paths are relative to ``folder``."""
+        ...
+
+    def load_state(self, folder: Path, version: int) -> None:
+        """Compute with what was written, which is the reference of ``version``. Raises CheckpointError."""
+        ...
+
 
 class Member(Protocol):
     """One actor of a role, wherever it runs. Raises RoleError when it died.
@@ -181,6 +195,12 @@ class FollowingMember(RoleMember, Protocol):
     async def receive(self, version: int) -> Received: ...
 
     async def take(self, version: int, decay: float) -> None: ...
+
+    async def copy_state(self) -> None: ...
+
+    async def write_state(self, folder: Path) -> list[FileEntry]: ...
+
+    async def load_state(self, folder: Path, version: int) -> None: ...
 
 
 class Role(Protocol):

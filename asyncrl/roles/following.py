@@ -10,14 +10,20 @@ Invariants:
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from asyncrl.algorithms.averaging import update_average
-from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.checkpoint.files import FileEntry, write_file
+from asyncrl.errors import CheckpointError, ConfigError, WeightSyncError
 from asyncrl.roles.base import Received
 from asyncrl.weight_sync.base import Manifest, PushGroupSpec
 from asyncrl.weight_sync.broadcast import PushGroup, Staging, make_staging
+
+_WEIGHTS = "weights.safetensors"
 
 
 class FollowingWeights:
@@ -31,6 +37,7 @@ class FollowingWeights:
         """In float32, where the parameters are in less and an average was asked for."""
         self._group: PushGroup | None = None
         self._staged: tuple[int, Staging] | None = None
+        self._copied: dict[str, Tensor] = {}
 
     def join(self, spec: PushGroupSpec) -> None:
         """Leave an earlier group and join this one. Raises ConfigError, WeightSyncError."""
@@ -68,6 +75,35 @@ class FollowingWeights:
         if decay == 0:
             self._average.clear()
         self._staged = None
+        self.version = version
+
+    def copy_state(self) -> None:
+        """Copy the weights, of averages what they are in float32."""
+        self._copied = {n: self._average.get(n, p).to("cpu", copy=True) for n, p in self._parameters.items()}
+
+    def write_state(self, folder: Path) -> list[FileEntry]:
+        """Write what was copied as ``weights.safetensors``, in any thread."""
+        folder.mkdir(parents=True, exist_ok=True)
+        return [write_file(folder, _WEIGHTS, save(self._copied))]
+
+    @torch.no_grad()
+    def load_state(self, folder: Path, version: int) -> None:
+        """Take over what was written of ``version``. Raises CheckpointError where it is of another model."""
+        stored = load_file(folder / _WEIGHTS)
+        own = {name: tuple(p.shape) for name, p in self._parameters.items()}
+        found = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+        if own != found:
+            differing = sorted(n for n in own.keys() | found.keys() if own.get(n) != found.get(n))
+            first = differing[0]
+            raise CheckpointError(
+                f"{folder / _WEIGHTS} is of another reference: {len(differing)} tensors differ, the first is "
+                f"{first} with shape {found.get(first)}, expected {own.get(first)}"
+            )
+        self._average = {}
+        for name, parameter in self._parameters.items():
+            parameter.copy_(stored[name])
+            if stored[name].dtype != parameter.dtype:
+                self._average[name] = stored[name].to(parameter.device, torch.float32)
         self.version = version
 
     def leave(self) -> None:

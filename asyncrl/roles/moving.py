@@ -18,8 +18,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
+from asyncrl.checkpoint.files import FileEntry
 from asyncrl.errors import ChecksumError, ReferenceLostError, RoleError, WeightSyncError
 from asyncrl.learners.base import LearnerInfo
 from asyncrl.roles.base import FollowingMember, Received
@@ -65,6 +68,7 @@ class MovingReference:
         self._refreshing = False
         self._lost = False
         self._seconds = 0.0
+        self._holder: FollowingMember | None = None
 
     async def start(self) -> None:
         await self._group.start()
@@ -117,6 +121,23 @@ class MovingReference:
             if self._decay > 0 or version != self.version:
                 self._start_over(version)
             await self._deliver(version, 0.0)
+
+    async def copy_state(self) -> None:
+        """Have a member that holds the reference copy it, while nobody makes it follow."""
+        self._holder = (await self._members())[0]
+        await self._holder.copy_state()
+
+    async def write_state(self, folder: Path) -> list[FileEntry]:
+        """Have that member write its copy into a checkpoint's folder; it may annotate meanwhile."""
+        assert self._holder is not None, "copy_state() comes first"
+        entries = await self._holder.write_state(folder / self.name)
+        return [replace(entry, path=f"{self.name}/{entry.path}") for entry in entries]
+
+    async def load_state(self, folder: Path, version: int) -> None:
+        """Have all members be a checkpoint's reference, of ``version``. Raises CheckpointError."""
+        members = await self._members()
+        await asyncio.gather(*(member.load_state(folder / self.name, version) for member in members))
+        self.version = version
 
     def take_metrics(self) -> Metrics:
         """Seconds of refreshes since the last call, the wait for groups that were annotated included."""

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.kl import KL_ESTIMATORS, KLEstimator
 from asyncrl.algorithms.logprobs import token_logprobs
+from asyncrl.checkpoint.files import FileEntry
 from asyncrl.errors import ConfigError
 from asyncrl.learners.base import TrainSample
 from asyncrl.learners.collate import MicroBatch, collate
@@ -103,6 +105,15 @@ class ReferencePolicy:
 
     def take(self, version: int, decay: float) -> None:
         self._following.take(version, decay)
+
+    def copy_state(self) -> None:
+        self._following.copy_state()
+
+    def write_state(self, folder: Path) -> list[FileEntry]:
+        return self._following.write_state(folder)
+
+    def load_state(self, folder: Path, version: int) -> None:
+        self._following.load_state(folder, version)
 
     def close(self) -> None:
         if self._weights is not None:

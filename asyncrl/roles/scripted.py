@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 import numpy as np
 
+from asyncrl.checkpoint.files import FileEntry, write_file
 from asyncrl.errors import RoleError, WeightSyncError
 from asyncrl.learners.scripted import scripted_checksum
 from asyncrl.queues.annotations import encode_annotation
@@ -62,6 +64,7 @@ class ScriptedRoleMember:
         self._dies_receiving = frozenset(dies_receiving)
         self._dies_taking = frozenset(dies_taking)
         self._ready: int | None = None
+        self._copied = 0
         self._role = role
         self._annotate_s = annotate_s
         self._start_s = start_s
@@ -117,6 +120,20 @@ class ScriptedRoleMember:
             if decay == 0 or version != self.version:
                 self.taken.append((version, decay))
             self.version = version
+
+    async def copy_state(self) -> None:
+        async with self._turn:
+            self._require_up()
+            self._copied = self.version
+
+    async def write_state(self, folder: Path) -> list[FileEntry]:
+        self._require_up()
+        await asyncio.to_thread(folder.mkdir)
+        return [write_file(folder, "version", str(self._copied).encode())]
+
+    async def load_state(self, folder: Path, version: int) -> None:
+        self._require_up()
+        self.version = int((folder / "version").read_text())
 
     async def close(self) -> None:
         await self.kill()

@@ -140,6 +140,6 @@ def test_a_taken_run_name_is_refused(folder: Path) -> None:
     taken = folder / "runs" / "taken"
     taken.mkdir(parents=True)
     (taken / "metrics.jsonl").write_text('{"step": 0}\n')
-    again = start(folder, config=TINY, name="taken")
+    again = start(folder, "checkpoint.resume=never", config=TINY, name="taken")
     assert again.wait(60) == 2
-    assert "run.name" in again.text
+    assert "choose another run.name" in again.text

@@ -328,3 +328,32 @@ def test_statistics_tell_all_counts():
     assert (found.version, found.live_version, found.unpublished) == (1, 0, 1)
     assert (found.admitted, found.reissued, found.retired) == (4, 1, 2)
     assert (found.outstanding, found.running, found.admissible) == (2, 2, 0)
+
+
+def test_a_resumed_budget_is_live_everywhere_and_takes_back_what_was_ready():
+    budget = StalenessBudget(2, 1, 2, 1, 9)
+    budget.resume(4)
+    assert (budget.version, budget.live_version, budget.unpublished) == (4, 4, 0)
+    budget.readmit(9, start_version=3, expiry=5)
+    budget.readmit(11, start_version=2, expiry=6)  # postponed before
+    assert (budget.start_version(9), budget.start_version(11)) == (3, 2)
+    assert budget.expiries() == {9: 5, 11: 6}
+    assert budget.is_running(9)
+    assert admit_all(budget, 12) == [12, 13]
+    assert budget.expiries()[12] == 6
+
+
+def test_what_no_resume_could_have_left_is_refused():
+    used = StalenessBudget(2, 1, 1, 1, 9)
+    used.admit(0)
+    with pytest.raises(BudgetError, match="expected a new one"):
+        used.resume(3)
+    with pytest.raises(BudgetError, match="at 10 of 9 steps"):
+        StalenessBudget(2, 1, 1, 1, 9).resume(10)
+    budget = StalenessBudget(1, 0, 0, 1, 9)
+    budget.resume(4)
+    with pytest.raises(BudgetError, match="readmitted with expiry 3 at version 4"):
+        budget.readmit(7, start_version=3, expiry=3)
+    budget.readmit(8, start_version=4, expiry=4)
+    with pytest.raises(BudgetError, match="with 1 groups outstanding"):
+        budget.readmit(9, start_version=4, expiry=4)

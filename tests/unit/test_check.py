@@ -244,6 +244,8 @@ def test_a_run_folder_that_is_taken(folder: Path) -> None:
     config.run.folder.mkdir(parents=True)
     require_folder(config)
     (config.run.folder / "metrics.jsonl").touch()
+    require_folder(config)  # of a run that was killed before its first line
+    (config.run.folder / "metrics.jsonl").write_text('{"step": 0}\n')
     with pytest.raises(ConfigError, match=r"another run\.name, or delete the folder"):
         require_folder(config)
     checkpoint = config.run.folder / "checkpoints" / "step_5"

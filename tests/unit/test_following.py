@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.checkpoint.files import measure
+from asyncrl.errors import CheckpointError, ConfigError, WeightSyncError
 from asyncrl.learners.policy import manifest_of
 from asyncrl.learners.sender import PushSender
 from asyncrl.roles.following import FollowingWeights
@@ -23,6 +25,13 @@ BUCKET_BYTES = 400
 def model(seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3)).to(dtype)
+
+
+@dataclass
+class Arrived:
+    """What a push left, for weights that no push group is around."""
+
+    tensors: dict[str, torch.Tensor]
 
 
 class Policy:
@@ -169,3 +178,37 @@ def test_channels_come_and_go_without_each_other(pairs: list[Pair]) -> None:
         pair.sender.open(replace(pair.spec, prefix=prefix, world_size=1), pair.store)
         assert pair.sender.send(3).version == 3
     pair.push(3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_and_averages_survive_a_checkpoint_to_the_bit(
+    pairs: list[Pair], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    pair = Pair(dtype)
+    pairs.append(pair)
+    pair.join()
+    for version in (1, 2):
+        pair.push(version)
+        pair.weights[0].take(version, 0.9)
+    pair.weights[0].copy_state()
+    pair.push(3)
+    pair.weights[0].take(3, 0.9)  # after the copy, and before it is written
+    (entry,) = pair.weights[0].write_state(tmp_path)
+    assert measure(tmp_path, entry.path) == entry
+
+    resumed = FollowingWeights(other := model(5, dtype))
+    resumed.load_state(tmp_path, 2)
+    assert resumed.version == 2
+    # The next refresh is the one that would have come.
+    resumed._staged = 3, Arrived(dict(pair.policy.module.named_parameters()))  # type: ignore[assignment]
+    resumed.take(3, 0.9)
+    for name, parameter in pair.models[0].named_parameters():
+        assert torch.equal(dict(other.named_parameters())[name], parameter), name
+
+
+def test_a_checkpoint_of_another_reference_is_refused(tmp_path: Path) -> None:
+    weights = FollowingWeights(model(1))
+    weights.copy_state()
+    weights.write_state(tmp_path)
+    with pytest.raises(CheckpointError, match=r"2 tensors differ, the first is 0\.bias with shape \(16,\)"):
+        FollowingWeights(nn.Sequential(nn.Linear(8, 4), nn.Linear(16, 3))).load_state(tmp_path, 1)

@@ -190,6 +190,27 @@ def test_a_frontier_that_contradicts_itself_is_refused(frontier):
         Ledger.restore(frontier)
 
 
+def test_a_resumed_ledger_knows_what_was_ready_and_passes_over_it():
+    frontier = Frontier(2, (4,), {"trained": 3})
+    lines: list[Retired] = []
+    ledger = Ledger.restore(frontier, lines.append, {6: "t6", 3: "t3"})
+    ledger.check()
+    assert (ledger.counts()["submitted"], ledger.counts()["ready"]) == (5, 2)
+    submitted = []
+    for _ in range(4):
+        submitted.append(ledger.next_ordinal)
+        ledger.submit(ledger.next_ordinal, "t")
+    assert submitted == [2, 5, 7, 8]
+    ledger.start_training(6)
+    ledger.retire(6, "trained", "trained")
+    ledger.check()
+    assert [line.uid for line in lines] == ["t6"]
+    assert ledger.frontier().retired_above == (4, 6)
+    for retired in (1, 4):
+        with pytest.raises(LedgerError, match=f"ordinal {retired} .* is retired, and ready too"):
+            Ledger.restore(frontier, ready={retired: "t"})
+
+
 def test_memory_stays_flat_over_many_ordinals():
     ledger = Ledger()
     shuffle = random.Random(0)

@@ -46,6 +46,20 @@ def test_every_line_is_in_metrics_jsonl_and_its_numbers_in_tensorboard(tmp_path:
     assert [(e.step, e.value) for e in board.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
 
 
+def test_steps_that_a_resume_takes_back_are_not_shown_twice(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from asyncrl.tracking import TensorBoard
+
+    for after, value in ((None, 0.25), (1, 0.75)):
+        board = TensorBoard(tmp_path, after)
+        for step in range(0 if after is None else after + 1, 4):
+            board.log(step, {"reward/mean": value})
+        board.close()
+    found = EventAccumulator(str(tmp_path)).Reload().Scalars("reward/mean")
+    assert [(event.step, event.value) for event in found] == [(0, 0.25), (1, 0.25), (2, 0.75), (3, 0.75)]
+
+
 def test_wandb_keeps_the_numbers_on_this_machine_when_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,283 @@
+"""Going on from a checkpoint: which one, whether this config can, and the run's folder brought back to it.
+
+Invariants:
+- Only a checkpoint whose every byte is as it was written is used; ``auto`` takes the newest of those, and
+  says of each newer one which file is damaged and how.
+- A config that cannot go on from it is refused before anything is changed or started. What else changed is
+  said, line by line.
+- Afterwards the run's files tell one history: lines after the checkpoint are in ``*.rolled_back.jsonl``, and
+  ``ledger.jsonl`` has one line of each ordinal that the checkpoint counts as retired.
+- Whatever goes wrong here is a UsageError: the user decides which history counts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl.checkpoint.groups import READY, read_ready
+from asyncrl.checkpoint.manifest import MANIFEST, verify
+from asyncrl.checkpoint.rollback import Line, roll_back
+from asyncrl.checkpoint.saver import Issued
+from asyncrl.checkpoint.state import CONFIG, CRITIC, STATE, RunState
+from asyncrl.checkpoint.store import CheckpointStore
+from asyncrl.config import Config
+from asyncrl.errors import CheckpointError, CodecError, ConfigError
+from asyncrl.types import Metrics
+
+log = logging.getLogger(__name__)
+
+_SAMPLED_BY = ("model", "data", "rollout", "reward", "algorithm", "schedule", "reference", "critic")
+"""Sections that ready groups depend on: where one changed, they are sampled anew."""
+_FIXED = ("run.seed", "model.create.", "learner.lora")
+"""Keys that a run cannot change on its way."""
+_WHEREABOUTS = ("run.name", "run.dir", "checkpoint.", "log.")
+"""Keys that say where and how things are kept, and nothing of what happens."""
+_SHAPELESS = "model.create.warm_start"
+"""How a start model was made, once it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint, read."""
+
+    folder: Path
+    state: RunState
+    ready: tuple[Issued, ...]
+    """Their payloads are bytes."""
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a run goes on from."""
+
+    folder: Path
+    """The checkpoint's."""
+    state: RunState
+    ready: tuple[Issued, ...] = ()
+    lines: tuple[Metrics, ...] = ()
+    """Lines of metrics.jsonl up to the checkpoint that have to be written again."""
+    lacks_line: bool = False
+    """Whether the checkpoint's step has no line at all, not even among ``lines``."""
+    first_evaluation: Metrics | None = None
+    """What the start model was found to be worth."""
+    elsewhere: bool = False
+    """Whether the checkpoint is another run's, so that this one has none of its own yet."""
+    finished: bool = False
+    """Whether nothing is left to do."""
+
+
+def require_usable(config: Config) -> None:
+    """Raise ConfigError where ``checkpoint.resume`` and the run's folder contradict; a quick look only."""
+    folder, resume = config.run.folder, config.checkpoint.resume
+    store = CheckpointStore(folder / "checkpoints")
+    metrics = folder / "metrics.jsonl"
+    used, steps = metrics.exists() and metrics.stat().st_size > 0, store.steps()
+    another = f"choose another run.name, or delete the folder {folder}"
+    if resume == "never" and (used or steps):
+        kept = f"checkpoints of {len(steps)} steps" if steps else "no checkpoint"
+        raise ConfigError(
+            f"checkpoint.resume: found never, but {folder} holds metrics.jsonl of another run and {kept}; "
+            f"{another if not steps else another + ', or set checkpoint.resume to auto to go on from them'}"
+        )
+    if resume == "auto" and used and not steps:
+        raise ConfigError(
+            f"run.name: found {folder}, which holds metrics.jsonl of another run and no checkpoint to go on "
+            f"from; {another}"
+        )
+    if resume in ("auto", "never"):
+        return
+    if not (Path(resume) / MANIFEST).is_file():
+        raise ConfigError(
+            f"checkpoint.resume: found {resume!r}, where there is no {MANIFEST}; expected auto, never, or "
+            "the folder of a whole checkpoint, as in runs/NAME/checkpoints/step_50"
+        )
+    if (used or steps) and not _is_own(config):
+        raise ConfigError(
+            f"checkpoint.resume: found {resume}, of another run, but {folder} was used already; {another}"
+            + (", or set checkpoint.resume to auto to go on from where it ended" if steps else "")
+        )
+
+
+def prepare(config: Config, data: str) -> Resumed | None:
+    """Choose the checkpoint, check ``config`` against it, and roll the run's files back to it.
+
+    ``data`` is the fingerprint of the training prompts. None: the run starts from its beginning. Raises
+    ConfigError or CheckpointError.
+    """
+    require_usable(config)
+    store = CheckpointStore(config.run.folder / "checkpoints")
+    store.clear_parts()
+    found = newest_checkpoint(store) if config.checkpoint.resume == "auto" else None
+    if config.checkpoint.resume not in ("auto", "never"):
+        found = read_checkpoint(Path(config.checkpoint.resume))
+    if found is None:
+        return None
+    changes = list(_changes(found.config, config.model_dump(mode="json")))
+    _require_compatible(found, config, data, [key for key, _, _ in changes])
+    for key, before, after in changes:
+        log.info("%s was %s and is %s from here on", key, before, after)
+    elsewhere = not _is_own(config) and config.checkpoint.resume != "auto"
+    return _rolled_back(found, config, store, {key for key, _, _ in changes}, elsewhere)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Verify a checkpoint and read the controller's part of it. Raises CheckpointError."""
+    verify(folder)
+    state = RunState.decode((folder / STATE).read_bytes(), str(folder / STATE))
+    try:
+        with (folder / READY).open("rb") as file:
+            ready = tuple(read_ready(file))
+    except CodecError as error:
+        raise CheckpointError(f"{folder / READY} is damaged: {error}") from error
+    config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    return Checkpoint(folder, state, ready, config)
+
+
+def newest_checkpoint(store: CheckpointStore) -> Checkpoint | None:
+    """The newest whole one; None where there is none at all. CheckpointError if all are damaged."""
+    problems = []
+    for step in reversed(store.steps()):
+        try:
+            return read_checkpoint(store.path(step))
+        except CheckpointError as error:
+            problems.append(str(error))
+            log.warning("cannot go on from step %d, trying the checkpoint before: %s", step, error)
+    if problems:
+        raise CheckpointError(
+            f"none of the {len(problems)} checkpoints in {store.folder} is whole: {'; '.join(problems)}; "
+            "choose another run.name, or delete the run's folder"
+        )
+    return None
+
+
+def _is_own(config: Config) -> bool:
+    """Whether ``checkpoint.resume`` names a checkpoint of the run's own folder."""
+    own = (config.run.folder / "checkpoints").resolve()
+    return Path(config.checkpoint.resume).resolve().parent == own
+
+
+def _require_compatible(found: Checkpoint, config: Config, data: str, changed: list[str]) -> None:
+    """Raise ConfigError for what cannot work, all of it at once."""
+    state, problems = found.state, []
+    for key in changed:
+        if key.startswith(_FIXED) and not key.startswith(_SHAPELESS):
+            problems.append(
+                f"{key}: found {_value(config.model_dump(mode='json'), key)!r}, the checkpoint was made with "
+                f"{_value(found.config, key)!r}, which has to stay"
+            )
+    if data != state.data:
+        problems.append(
+            "data.train: the prompts, or their order, are not those of the checkpoint: what was trained and "
+            "what was not could not be told apart"
+        )
+    if config.run.steps < state.version:
+        problems.append(
+            f"run.steps: found {config.run.steps}, the checkpoint is at policy version {state.version}; "
+            "expected at least that"
+        )
+    if config.has_critic and state.learner and not (found.folder / CRITIC).is_dir():
+        problems.append("algorithm.advantage: found gae, but the checkpoint holds no critic")
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise ConfigError(
+            f"the run cannot go on from {found.folder}:\n{lines}\nchange these back, or choose another "
+            "run.name to start anew"
+        )
+
+
+def _rolled_back(
+    found: Checkpoint, config: Config, store: CheckpointStore, changed: set[str], elsewhere: bool
+) -> Resumed:
+    state, folder = found.state, config.run.folder
+    last = state.version >= config.run.steps
+    kept = roll_back(folder / "metrics.jsonl", lambda line: _is_through(state, line, last=last))
+    has_line = {line["step"] for line in kept}
+    lines = tuple(line for line in state.lines if line["step"] not in has_line)
+    ends = roll_back(folder / "ledger.jsonl", lambda line: _is_retired(state, line.get("ordinal", -1)))
+    if elsewhere:
+        state = replace(state, inherited=sum(state.frontier.final_counts.values()))
+    _require_whole_ledger(state, ends, folder / "ledger.jsonl")
+    store.set_aside(after=state.step)
+    ready = found.ready
+    if ready and any(key.split(".")[0] in _SAMPLED_BY for key in changed):
+        log.info("%d ready groups were sampled under another config: they are issued again", len(ready))
+        ready = ()
+    if any(key.startswith("algorithm.kl") for key in changed):
+        state = replace(state, kl_coefficient=None)
+    left = (config.run.steps - state.version) * config.rollout.groups_per_step
+    log.info(
+        "going on from %s: step %d, policy version %d, %d ready groups, %d retired ones",
+        found.folder,
+        state.step,
+        state.version,
+        len(ready),
+        sum(state.frontier.final_counts.values()),
+    )
+    return Resumed(
+        folder=found.folder.resolve(),
+        state=state,
+        ready=ready[:left],
+        lines=lines,
+        lacks_line=state.step not in has_line | {line["step"] for line in lines},
+        first_evaluation=_evaluation(kept),
+        elsewhere=elsewhere,
+        finished=last and state.step in has_line,
+    )
+
+
+def _is_through(state: RunState, line: Line, *, last: bool) -> bool:
+    """Whether a line of metrics.jsonl stays: it is of the checkpoint's history, and lacks nothing."""
+    step = int(line.get("step", -1))
+    if step != state.step:
+        return 0 <= step < state.step
+    if last:
+        return "model/checksum" in line
+    waited = any(other["step"] == step for other in state.lines)
+    return "eval/reward_mean" in line or not waited
+
+
+def _is_retired(state: RunState, ordinal: int) -> bool:
+    return 0 <= ordinal < state.frontier.lowest or ordinal in state.frontier.retired_above
+
+
+def _require_whole_ledger(state: RunState, ends: list[Line], path: Path) -> None:
+    retired = sum(state.frontier.final_counts.values()) - state.inherited
+    ordinals = {line["ordinal"] for line in ends}
+    if not len(ends) == len(ordinals) == retired:
+        raise CheckpointError(
+            f"{path} has {len(ends)} lines of {len(ordinals)} ordinals, the checkpoint counts {retired} "
+            "retired ones in it: lines were lost or repeated; restore the file, or choose another run.name"
+        )
+
+
+def _evaluation(lines: list[Line]) -> Metrics | None:
+    first = lines[0] if lines and lines[0]["step"] == 0 else {}
+    found = {key: value for key, value in first.items() if key.startswith("eval/")}
+    return found or None
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value then, value now) of every setting that differs, but for those of ``_WHEREABOUTS``."""
+    then, now = dict(_flat(before)), dict(_flat(after))
+    for key in [*now, *(key for key in then if key not in now)]:
+        if then.get(key) != now.get(key) and not key.startswith(_WHEREABOUTS):
+            yield key, then.get(key), now.get(key)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _value(values: Mapping[str, Any], key: str) -> Any:
+    return dict(_flat(values)).get(key)

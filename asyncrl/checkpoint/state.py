@@ -1,0 +1,79 @@
+"""What the controller puts into a checkpoint: scalars and books, as JSON.
+
+Invariants:
+- Everything is of one moment between two updates: version, books, queue and learner belong together.
+- What can be derived is not kept: the data stream is a function of the ledger's next ordinal, the learning
+  rate of the policy version, every draw of its key.
+- What is not retired in ``frontier`` and not among the ready groups beside it is issued again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from asyncrl.errors import CheckpointError
+from asyncrl.ledger import Frontier
+from asyncrl.types import Metrics
+
+STATE: Final = "state.json"
+CONFIG: Final = "config.yaml"
+LEARNER: Final = "learner"
+CRITIC: Final = "critic"
+"""Folders of a checkpoint, named after the sections of the config."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The controller's state between two updates."""
+
+    step: int
+    """Updates tried so far."""
+    version: int
+    """Policy updates behind the weights."""
+    frontier: Frontier
+    kl_coefficient: float | None
+    """Of the next update; None: that of the config."""
+    moments: Mapping[str, float]
+    """Of the rewards so far, as ``CreditAssignment.state`` gives them."""
+    lengths: Mapping[str, int]
+    """Sums of ``LengthBias``."""
+    bad_steps: int
+    """Updates in a row, up to now, that were not finite."""
+    unusable: Mapping[str, int]
+    """Groups in a row, up to now, that could not be trained on, by reason."""
+    elapsed_s: float
+    """Time of the run so far: where ``time`` of metrics.jsonl goes on."""
+    seed: int
+    data: str
+    """Fingerprint of the training prompts and their order."""
+    learner: bool
+    """Whether the learner's state is in the checkpoint; before the first update it is the start model's."""
+    inherited: int = 0
+    """Retired ordinals whose lines are in another run's ledger, from a checkpoint of which this one began."""
+    reference_version: int | None = None
+    """Of a reference that follows the policy: the version that it took last."""
+    lines: tuple[Metrics, ...] = field(default=())
+    """Lines of metrics.jsonl that waited for an evaluation."""
+
+    def encode(self) -> bytes:
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+    @staticmethod
+    def decode(data: bytes, name: str) -> RunState:
+        """The state that was encoded; ``name`` stands in a CheckpointError for where it came from."""
+        try:
+            document: dict[str, Any] = json.loads(data)
+            frontier = document["frontier"]
+            document["frontier"] = Frontier(
+                frontier["lowest"], tuple(frontier["retired_above"]), frontier["final_counts"]
+            )
+            document["lines"] = tuple(document["lines"])
+            return RunState(**document)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{name} is not a run's state as this version of asyncrl writes it ({error}); resume with "
+                "the version that wrote it"
+            ) from error

@@ -1,0 +1,113 @@
+"""A learner goes on from its saved state: to the bit on as many ranks, and closely on another number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from asyncrl.checkpoint.files import measure
+from asyncrl.errors import CheckpointError
+from asyncrl.learners.state_files import SavedState
+from tests.e2e.deepspeed_worker import run_ranks
+from tests.e2e.state_worker import resume, train_and_save
+from tests.e2e.tiny_policy import save_tiny_policy
+
+SAVED, END = 3, 6
+Setup = tuple[int, int, str]
+SETUPS: list[Setup] = [
+    (0, 2, "float32"),
+    (2, 1, "float32"),
+    (3, 2, "float32"),
+    (2, 2, "bfloat16"),
+    (3, 2, "bfloat16"),
+]
+"""ZeRO stage, ranks, dtype."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_policy(tmp_path_factory.mktemp("state") / "model")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> dict[Setup, list[dict[str, Any]]]:
+    """Runs that saved their state on the way, and went on as if they had not."""
+    return {
+        (stage, ranks, dtype): run_ranks(
+            train_and_save,
+            folder,
+            stage=stage,
+            ranks=ranks,
+            dtype=dtype,
+            end=END,
+            save_at=SAVED,
+            target=saved_by(folder, (stage, ranks, dtype)),
+        )
+        for stage, ranks, dtype in SETUPS
+    }
+
+
+def saved_by(folder: Path, setup: Setup) -> Path:
+    return folder.parent / "-".join(map(str, setup))
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_equal_ranks_go_on_to_the_bit(
+    folder: Path, undisturbed: dict[Setup, list[dict[str, Any]]], setup: Setup
+) -> None:
+    stage, ranks, dtype = setup
+    source = saved_by(folder, setup)
+    where: dict[str, Any] = {"stage": stage, "ranks": ranks, "dtype": dtype}
+    found = run_ranks(resume, folder, **where, start=SAVED, end=END, source=source)
+    for expected, resumed in zip(undisturbed[setup], found, strict=True):
+        assert resumed["norms"] == expected["norms"][SAVED:]
+        assert resumed["digests"] == expected["digests"][SAVED:], "masters, moments and counts, to the bit"
+        for entry in expected["files"]:
+            assert measure(source, entry.path) == entry
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 1), (2, 2)), ((3, 2), (2, 1))], ids=["1 rank to 2", "2 ranks to 1"]
+)
+def test_another_number_of_ranks_and_stage_goes_on_closely(
+    folder: Path,
+    undisturbed: dict[Setup, list[dict[str, Any]]],
+    before: tuple[int, int],
+    after: tuple[int, int],
+) -> None:
+    setup, (stage, ranks) = (*before, "float32"), after
+    source = saved_by(folder, setup)
+    found, *_ = run_ranks(resume, folder, stage=stage, ranks=ranks, start=SAVED, end=END, source=source)
+    expected = undisturbed[setup][0]
+    np.testing.assert_allclose(found["norms"], expected["norms"][SAVED:], rtol=1e-4)
+    for name, parameter in expected["parameters"].items():
+        np.testing.assert_allclose(found["parameters"][name], parameter, atol=1e-5)
+
+
+def test_the_files_are_plain_safetensors_under_the_models_names(
+    folder: Path, undisturbed: dict[Setup, list[dict[str, Any]]]
+) -> None:
+    tensors = load_file(saved_by(folder, SETUPS[1]) / "rank-00000-of-00001.safetensors")
+    for name, parameter in undisturbed[SETUPS[1]][0]["parameters"].items():
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            assert tensors[f"{kind}/{name}"].numel() == parameter.size
+    # Before any of those steps a weight was elsewhere: what is saved is step SAVED's, not the last one's.
+    name = "model.norm.weight"
+    last = undisturbed[SETUPS[1]][0]["parameters"][name]
+    assert 0 < np.abs(tensors[f"weight/{name}"].numpy() - last).max() < 0.01
+
+
+def test_every_way_of_saving_holds_the_same_parameters(
+    folder: Path, undisturbed: dict[Setup, list[dict[str, Any]]]
+) -> None:
+    first, *others = [SavedState(saved_by(folder, s)) for s in undisturbed if s[2] == "float32"]
+    for other in others:
+        assert other.parameters == first.parameters
+        for name in first.parameters:
+            np.testing.assert_allclose(other.read("weight", name), first.read("weight", name), atol=1e-5)
+        with pytest.raises(CheckpointError, match=r"1 trained tensors differ, the first is new\.weight"):
+            other.require({n: p.shape for n, p in other.parameters.items()} | {"new.weight": (2,)})

@@ -1,0 +1,150 @@
+"""Real runs that are killed or stopped and started again: nothing lost, nothing twice, and equal bits."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .runs import START_TIMEOUT_S, Run, finish, start
+
+STEPS = 6
+SYNC = (
+    f"run.steps={STEPS}",
+    "run.deterministic=true",
+    "schedule.pipeline_depth=0",
+    "schedule.max_staleness=0",
+    "checkpoint.every=1",
+    "data.eval=null",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Run:
+    return finish(folder, *SYNC, name="undisturbed")
+
+
+def wait_until(run: Run, what: str, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not condition():
+        assert run.process.poll() is None, f"ended before {what}:\n{run.text}"
+        assert time.monotonic() < deadline, f"not within {START_TIMEOUT_S} s: {what}\n{run.text}"
+        time.sleep(0.01)
+
+
+def steps_on_disk(run: Run) -> list[int]:
+    return sorted(int(p.parent.name[5:]) for p in run.folder.glob("checkpoints/step_*/manifest.json"))
+
+
+def is_writing(run: Run) -> bool:
+    return any(p.name.startswith(".step_") for p in run.folder.glob("checkpoints/.step_*"))
+
+
+def kill(run: Run) -> None:
+    """SIGKILL to the controller alone: its actors have to end by themselves, while the next run begins."""
+    run.interrupt(signal.SIGKILL)
+    run.wait(30)
+
+
+def assert_one_history(run: Run, steps: int) -> None:
+    assert [line["step"] for line in run.metrics] == list(range(steps + 1))
+    ordinals = sorted(end["ordinal"] for end in run.ledger)
+    assert ordinals == list(range(len(ordinals))), "an ordinal was lost or retired twice"
+    last = run.metrics[-1]
+    assert last["ledger/submitted"] == len(ordinals)
+    assert last["policy_version"] == steps
+
+
+def numbers(run: Run) -> list[dict[str, Any]]:
+    """What each step computed, without its timings."""
+    kept = ("reward/", "response_length/", "actor/", "staleness/", "ledger/trained")
+    return [{k: v for k, v in line.items() if k.startswith(kept)} for line in run.metrics[1:]]
+
+
+def test_a_controller_killed_in_any_phase_goes_on_with_equal_bits(folder: Path, undisturbed: Run) -> None:
+    """Killed at its start, in the middle of a step, and while a checkpoint is written."""
+    phases: list[tuple[str, Callable[[Run], bool]]] = [
+        ("its first checkpoint", lambda run: bool(steps_on_disk(run))),
+        ("the third step", lambda run: (run.folder / "metrics.jsonl").read_text().count("\n") >= 3),
+        # Or just after it, where that was too fast to be seen.
+        ("a checkpoint being written", lambda run: steps_on_disk(run)[-1] >= (3 if is_writing(run) else 4)),
+    ]
+    marks = []
+    for what, reached in phases:
+        run = start(folder, *SYNC, name="killed")
+        wait_until(run, what, lambda run=run, reached=reached: reached(run))  # type: ignore[misc]
+        kill(run)
+        marks.append(run)
+    run = finish(folder, *SYNC, name="killed")
+    for killed in marks:
+        killed.assert_nothing_left(within_s=30)
+    assert_one_history(run, steps=STEPS)
+    assert "going on from" in run.text
+    assert run.metrics[-1]["model/checksum"] == undisturbed.metrics[-1]["model/checksum"]
+    assert numbers(run) == numbers(undisturbed)
+    again = start(folder, *SYNC, name="killed")
+    assert again.wait() == 0
+    assert "nothing is left to do" in again.text
+
+
+def test_sigterm_takes_a_checkpoint_that_an_overlapped_run_goes_on_from(folder: Path) -> None:
+    settings = ("checkpoint.every=0", "schedule.pipeline_depth=1", "eval.every=2", "run.steps=100000")
+    first = start(folder, *settings, name="stopped")
+    first.wait_for_steps(2)
+    first.interrupt(signal.SIGTERM)
+    assert first.wait(120) == 143, first.text
+    first.assert_nothing_left(within_s=15)
+    stopped_at = steps_on_disk(first)[-1]
+    assert stopped_at == first.metrics[-1]["step"] >= 2
+    steps = stopped_at + 2
+    run = finish(folder, *settings[:-1], f"run.steps={steps}", name="stopped")
+    assert_one_history(run, steps=steps)
+    assert f"run.steps was 100000 and is {steps} from here on" in run.text
+    assert all(line["staleness/max"] <= 2 for line in run.metrics[1:])
+    evaluated = {line["step"] for line in run.metrics if "eval/reward_mean" in line}
+    assert {0, steps} <= evaluated
+    best = json.loads((run.folder / "checkpoints" / "best.json").read_text())
+    assert best["step"] in evaluated
+    assert {best["step"], steps} <= set(steps_on_disk(run))
+
+
+def test_another_model_and_a_used_folder_exit_with_2(folder: Path, undisturbed: Run) -> None:
+    for override, words in (
+        ("checkpoint.resume=never", "choose another run.name"),
+        (
+            "model.create.hidden_size=48",
+            "hidden_size: found 48, the checkpoint was made with 32",
+        ),
+    ):
+        run = start(folder, *SYNC, override, name="undisturbed")
+        assert run.wait() == 2, run.text
+        assert words in run.text
+    assert_one_history(undisturbed, steps=STEPS)
+
+
+def test_a_run_goes_on_on_two_ranks_with_a_critic_and_a_reference_that_moved(folder: Path) -> None:
+    settings = (
+        "algorithm.advantage=gae",
+        "algorithm.kl=loss",
+        "reference.refresh_every=2",
+        "reference.ema=0.5",
+        "checkpoint.every=1",
+        "schedule.pipeline_depth=0",
+        "eval.every=0",
+    )
+    finish(folder, *settings, "run.steps=3", name="wide")
+    run = finish(folder, *settings, "run.steps=5", "learner.ranks=2", "critic.ranks=2", name="wide")
+    assert_one_history(run, steps=5)
+    # Refreshed at 2, and so it was when step 3 was annotated, before and after the resume.
+    assert [line["reference/version"] for line in run.metrics[1:]] == [0, 0, 2, 2, 4]
+    assert all(line["reference/restored"] == 0 for line in run.metrics[1:])

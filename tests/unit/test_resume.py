@@ -1,0 +1,411 @@
+"""The real controller, interrupted at any moment and resumed: nothing lost, nothing twice.
+
+Runs are of scripted parts under the virtual clock; folders, files and the choice of a checkpoint are real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.checkpoint.resume import Resumed, prepare
+from asyncrl.checkpoint.saver import Saver
+from asyncrl.checkpoint.store import Best, CheckpointStore
+from asyncrl.config import Config
+from asyncrl.config_load import dump_config, parse_config
+from asyncrl.controller import Controller, Summary
+from asyncrl.environments.base import RolloutResult
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.evaluation import Evaluator
+from asyncrl.generators.local import LocalReplica
+from asyncrl.generators.pool import GeneratorPool
+from asyncrl.generators.scripted import ScriptedGenerator
+from asyncrl.learners.scripted import ScriptedLearner
+from asyncrl.rollout import RolloutHost
+from asyncrl.run_folder import RunFolder
+from asyncrl.simulate.clock import run_virtual
+from asyncrl.types import Metrics, Task
+from asyncrl.weight_sync.publish import WeightPublisher
+
+from .controller_harness import BASE, Log, ScriptedScorer, Stream, sample_reward
+
+EVAL_TASKS = [Task(i, f"eval-{i}", "", (1, 2)) for i in range(2)]
+
+
+def best_at_six(task: Task, result: RolloutResult) -> float:
+    """As any reward in training; in evaluations, version 6 is the best."""
+    if task.uid.startswith("eval"):
+        return -abs(float(result.versions[0]) - 6.0)
+    return sample_reward(task, result)
+
+
+class Killed(BaseException):
+    """What a SIGKILL is under the virtual clock: nothing runs after it, neither handlers nor cleaning up."""
+
+
+@dataclass
+class Written(Log):
+    """An Observer that writes the run's real files, and sets ``reached`` once ``stop_at_step`` is through."""
+
+    files: RunFolder = field(kw_only=True)
+    stop_at_step: int | None = None
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def stepped(self, record: Metrics) -> None:
+        super().stepped(record)
+        if record["step"] == self.stop_at_step:
+            self.reached.set()
+
+    def retired(self, retired: Any) -> None:
+        super().retired(retired)
+        self.files.retired(retired)
+
+    def recorded(self, record: Metrics) -> None:
+        super().recorded(record)
+        self.files.metrics(record)
+
+
+def config_in(folder: Path, *overrides: str) -> Config:
+    return parse_config(BASE, [f"run.dir={folder}", "run.name=r", "checkpoint.every=1", *overrides])
+
+
+@dataclass
+class Leg:
+    """One process's part of a run."""
+
+    summary: Summary | None
+    learner: ScriptedLearner
+    resumed: Resumed | None
+    controller: Controller
+
+
+def leg(config: Config, *, killed_after_s: float | None = None, stop_at_step: int | None = None) -> Leg:
+    """Run until the end, or until virtual time ``killed_after_s``: then all stops as it is."""
+    config.run.folder.mkdir(parents=True, exist_ok=True)
+    resumed = prepare(config, "data")
+    learner = ScriptedLearner(
+        max_staleness=config.schedule.max_staleness, step_s=1.0, push_s=0.25, copy_s=0.125
+    )
+    files = RunFolder(config.run.folder, resolve=list, rollouts_every=0)
+    observer = Written(files=files, stop_at_step=stop_at_step)
+    built: list[Controller] = []
+
+    async def main() -> Summary | None:
+        loop = asyncio.get_running_loop()
+        generator = ScriptedGenerator()
+        host = RolloutHost(generator, ScriptedScorer(best_at_six), lambda ids: "")
+        pool = GeneratorPool([LocalReplica("generator 0", host)])
+        publisher = WeightPublisher(
+            learner,
+            pool,
+            backend="gloo",
+            bucket_bytes=1 << 20,
+            timeout_s=1000.0,
+            in_flight=True,
+            kv="keep",
+            clock=loop.time,
+        )
+        saver = Saver(
+            config.checkpoint,
+            CheckpointStore(config.run.folder / "checkpoints"),
+            learner,
+            resolve=list,
+            lines_on_disk=files.on_disk,
+            config_text=dump_config(config),
+            data="data",
+            last_step=None if resumed is None or resumed.elsewhere else resumed.state.step,
+        )
+        controller = Controller(
+            config,
+            Stream(),
+            pool,
+            learner,
+            publisher,
+            Evaluator(pool, EVAL_TASKS if config.eval.every else (), config),
+            observer,
+            saver=saver,
+            resumed=resumed,
+        )
+        observer.check = controller.ledger.check
+        built.append(controller)
+        run = asyncio.ensure_future(controller.run())
+        if stop_at_step is not None:
+            await observer.reached.wait()
+            controller.request_stop("SIGTERM")
+        if killed_after_s is None:
+            return await run
+        await asyncio.wait([run], timeout=killed_after_s)
+        if run.done():
+            return run.result()
+        files._thread.shutdown(wait=True)  # what was handed to the system is written, after a kill as well
+        raise Killed
+
+    try:
+        summary = run_virtual(main())
+        files.close()
+    except Killed:
+        summary = None
+        files._metrics.close()
+        files._ledger.close()
+    return Leg(summary, learner, resumed, built[0])
+
+
+def lines(config: Config, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (config.run.folder / name).read_text().splitlines()]
+
+
+def assert_one_history(config: Config) -> None:
+    """Every ordinal has one line, every step has one line, and the books of the last line agree."""
+    ends = lines(config, "ledger.jsonl")
+    assert sorted(end["ordinal"] for end in ends) == list(range(len(ends)))
+    metrics = lines(config, "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(config.run.steps + 1))
+    times = [line["time"] for line in metrics]
+    assert times == sorted(times)
+    last = metrics[-1]
+    assert last["policy_version"] == config.run.steps
+    assert last["model/checksum"] == f"scripted-{config.run.steps}"
+    assert last["ledger/submitted"] == len(ends)
+    assert last["ledger/trained"] == config.run.steps * config.rollout.groups_per_step
+    evaluated = [line["step"] for line in metrics if "eval/reward_mean" in line]
+    assert not config.eval.every or {0, config.run.steps} <= set(evaluated)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_run_that_is_killed_again_and_again_ends_as_one_history(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    depth = data.draw(st.integers(0, 2), label="pipeline_depth")
+    overlap = data.draw(st.booleans(), label="overlap")
+    config = config_in(
+        tmp_path_factory.mktemp("run"),
+        "run.steps=6",
+        f"eval.every={data.draw(st.sampled_from([0, 2]), label='eval.every')}",
+        f"schedule.pipeline_depth={depth}",
+        f"schedule.max_staleness={depth + 1}",
+        f"weight_sync.overlap={overlap}",
+        f"checkpoint.every={data.draw(st.integers(1, 3), label='every')}",
+    )
+    for _ in range(data.draw(st.integers(1, 4), label="kills")):
+        after_s = data.draw(st.floats(0.0, 14.0), label="killed after")
+        if leg(config, killed_after_s=after_s).summary is not None:
+            break
+    final = leg(config)
+    if final.summary is not None and final.resumed is not None and not final.resumed.finished:
+        assert final.summary.policy_version == 6
+    assert_one_history(config)
+
+
+def test_what_was_ready_is_trained_without_being_sampled_again(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.steps=6", "schedule.pipeline_depth=2", "schedule.max_staleness=3")
+    leg(config, stop_at_step=2)
+    final = leg(config)
+    assert final.resumed is not None
+    ready = {group.meta.ordinal for group, _ in final.resumed.ready}
+    assert ready, "nothing was ready when the run was stopped"
+    assert ready <= {o for ordinals in final.learner.ordinals for o in ordinals}
+    assert final.learner.version == 6
+    assert_one_history(config)
+
+
+def test_a_signal_takes_a_checkpoint_of_the_step_it_ended_after(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.steps=9", "checkpoint.every=0")
+    first = leg(config, stop_at_step=3)
+    assert first.summary is not None
+    assert first.summary.stopped_by == "SIGTERM"
+    (step,) = [s for s in CheckpointStore(config.run.folder / "checkpoints").steps() if s]
+    assert step == first.summary.policy_version
+    second = leg(config)
+    assert second.learner.batches[0].version == step
+    assert second.summary is not None
+    assert second.summary.steps == 9 - step
+    assert_one_history(config)
+
+
+def test_lines_after_the_checkpoint_move_aside(tmp_path: Path) -> None:
+    undisturbed = config_in(tmp_path / "undisturbed", "run.steps=8", "checkpoint.every=3")
+    leg(undisturbed)
+    times = [line["time"] for line in lines(undisturbed, "metrics.jsonl")]
+    config = config_in(tmp_path, "run.steps=8", "checkpoint.every=3")
+    leg(config, killed_after_s=(times[5] + times[6]) / 2)
+    before = lines(config, "metrics.jsonl")
+    assert max(line["step"] for line in before) == 5
+    leg(config)
+    moved = lines(config, "metrics.rolled_back.jsonl")
+    assert {line["step"] for line in moved} == {line["step"] for line in before if line["step"] > 3}
+    assert_one_history(config)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_in(tmp_path, "run.steps=5")
+    leg(config, stop_at_step=3)
+    store = CheckpointStore(config.run.folder / "checkpoints")
+    before, newest = store.steps()[-2:]
+    path = store.path(newest) / "state.json"
+    path.write_bytes(path.read_bytes().replace(b'"step"', b'"Step"'))
+    final = leg(config)
+    assert final.resumed is not None
+    assert final.resumed.state.step == before
+    assert f"{path} is damaged" in caplog.text
+    assert_one_history(config)
+
+
+def test_only_damaged_checkpoints_are_refused_with_every_reason(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.steps=4")
+    leg(config)
+    for folder in (config.run.folder / "checkpoints").glob("step_*"):
+        (folder / "learner" / "version").write_bytes(b"7")
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .*step_4/learner/version.*step_3/"):
+        prepare(config, "data")
+
+
+def test_a_lost_line_of_the_ledger_is_noticed(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.steps=4")
+    leg(config, stop_at_step=2)
+    path = config.run.folder / "ledger.jsonl"
+    _, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(rest))
+    with pytest.raises(CheckpointError, match="lines were lost or repeated"):
+        prepare(config, "data")
+
+
+def test_a_finished_run_has_nothing_left_to_do_until_it_is_to_be_longer(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.steps=3")
+    leg(config)
+    resumed = prepare(config, "data")
+    assert resumed is not None
+    assert resumed.finished
+    longer = config_in(tmp_path, "run.steps=5")
+    final = leg(longer)
+    assert final.learner.batches[0].version == 3
+    metrics = lines(longer, "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.seed=1", r"run\.seed: found 1, the checkpoint was made with 0"),
+        ("run.steps=1", r"run\.steps: found 1, the checkpoint is at policy version [23]"),
+        ("algorithm.advantage=gae", "the checkpoint holds no critic"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_and_nothing_changes(tmp_path: Path, override: str, words: str) -> None:
+    leg(config_in(tmp_path, "run.steps=6"), stop_at_step=2)
+    config = config_in(tmp_path, "run.steps=6", override)
+    files = {p: p.read_bytes() for p in config.run.folder.rglob("*") if p.is_file()}
+    with pytest.raises(ConfigError, match=words):
+        prepare(config, "data")
+    assert {p: p.read_bytes() for p in config.run.folder.rglob("*") if p.is_file()} == files
+
+
+def test_other_prompts_are_refused(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.steps=6")
+    leg(config, stop_at_step=2)
+    with pytest.raises(ConfigError, match=r"data\.train: the prompts, or their order"):
+        prepare(config, "other data")
+
+
+def test_other_changes_are_said_and_what_was_sampled_under_others_is_sampled_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    leg(
+        config_in(tmp_path, "run.steps=6", "schedule.pipeline_depth=2", "schedule.max_staleness=3"),
+        stop_at_step=2,
+    )
+    config = config_in(
+        tmp_path, "run.steps=7", "learner.lr=1.0e-4", "schedule.pipeline_depth=0", "schedule.max_staleness=0"
+    )
+    final = leg(config)
+    assert final.resumed is not None
+    assert final.resumed.ready == ()
+    for text in (
+        "run.steps was 6 and is 7",
+        "lr was 1e-05 and is 0.0001",
+        "ready groups were sampled",
+    ):
+        assert text in caplog.text
+    assert_one_history(config)
+
+
+def test_never_and_folders_without_a_checkpoint_name_both_ways_out(tmp_path: Path) -> None:
+    leg(config_in(tmp_path, "run.steps=2"))
+    never = config_in(tmp_path, "run.steps=2", "checkpoint.resume=never")
+    with pytest.raises(ConfigError, match=r"choose another run\.name.*set checkpoint\.resume to auto"):
+        prepare(never, "data")
+    other = config_in(tmp_path / "other", "run.steps=2")
+    other.run.folder.mkdir(parents=True)
+    (other.run.folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(ConfigError, match=r"choose another run\.name, or delete the folder"):
+        prepare(other, "data")
+
+
+def test_a_path_starts_another_run_from_this_ones_checkpoint(tmp_path: Path) -> None:
+    first = config_in(tmp_path, "run.steps=4")
+    leg(first, stop_at_step=2)
+    step = CheckpointStore(first.run.folder / "checkpoints").steps()[-1]
+    source = first.run.folder / "checkpoints" / f"step_{step}"
+    config = config_in(tmp_path / "branch", "run.steps=4", f"checkpoint.resume={source}")
+    final = leg(config)
+    assert final.learner.batches[0].version == step
+    metrics = lines(config, "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(step, 5))
+    # From then on it has checkpoints of its own, and goes on from these.
+    own = config_in(tmp_path / "branch", "run.steps=5")
+    assert leg(own).learner.batches[0].version == 4
+
+
+def test_a_path_to_an_earlier_checkpoint_of_the_same_run_sets_later_ones_aside(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.steps=5", "checkpoint.keep_last=9")
+    leg(config)
+    store = CheckpointStore(config.run.folder / "checkpoints")
+    back = config_in(tmp_path, "run.steps=5", f"checkpoint.resume={store.path(2)}", "checkpoint.keep_last=9")
+    final = leg(back)
+    assert final.learner.batches[0].version == 2
+    assert store.steps() == [0, 1, 2, 3, 4, 5]
+    assert (store.folder / "step_4.rolled_back").is_dir()
+    assert_one_history(back)
+
+
+def test_the_best_evaluation_keeps_its_weights(tmp_path: Path) -> None:
+    config = config_in(
+        tmp_path, "run.steps=12", "eval.every=2", "checkpoint.every=0", "checkpoint.keep_last=1"
+    )
+    leg(config)
+    metrics = lines(config, "metrics.jsonl")
+    rewards = {line["step"]: line["eval/reward_mean"] for line in metrics if "eval/reward_mean" in line}
+    rewards.pop(0)  # the start model, which nobody has to keep
+    store = CheckpointStore(config.run.folder / "checkpoints")
+    assert set(rewards) == {2, 4, 6, 8, 10, 12}
+    assert store.best() == Best(6, max(rewards.values()))
+    assert store.steps() == [6, 12]
+    assert (store.path(6) / "learner" / "version").read_text() == "6"
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_in(tmp_path, "run.steps=5")
+    write = ScriptedLearner.write_state
+
+    async def write_state(self: ScriptedLearner, folder: Path) -> Any:
+        if self._copied_state == 2:
+            raise OSError(28, "No space left on device")
+        return await write(self, folder)
+
+    monkeypatch.setattr(ScriptedLearner, "write_state", write_state)
+    leg(config)
+    assert "the checkpoint of step 2 could not be written: [Errno 28] No space left on device" in caplog.text
+    assert not [p for p in (config.run.folder / "checkpoints").iterdir() if "part" in p.name]
+    assert_one_history(config)
