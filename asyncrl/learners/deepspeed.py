@@ -51,6 +51,9 @@ from asyncrl.weight_sync.verify import state_checksum
 
 log = logging.getLogger(__name__)
 
+_REFERENCE = "reference"
+"""The folder, in that of the learner's state, of a reference that the learner holds."""
+
 
 class DeepSpeedLearner:
     """A ``LearnerRank``: every rank gets the same calls in the same order.
@@ -344,12 +347,20 @@ class DeepSpeedLearner:
 
     def copy_state(self) -> None:
         self._engine.copy_state()
+        if self._resident is not None:
+            self._resident.copy()
 
     def write_state(self, folder: Path) -> list[FileEntry]:
-        return self._engine.write_state(folder)
+        entries = self._engine.write_state(folder)
+        if self._resident is not None:
+            found = self._resident.write(folder / _REFERENCE)
+            entries += [replace(entry, path=f"{_REFERENCE}/{entry.path}") for entry in found]
+        return entries
 
     def load_state(self, folder: Path) -> None:
         self._engine.load_state(folder)
+        if self._resident is not None:
+            self._resident.load(folder / _REFERENCE)
 
     def close(self) -> None:
         """Leave the process group. Safe to call twice."""

@@ -31,7 +31,7 @@ from asyncrl.checkpoint.files import FileEntry
 from asyncrl.config import Dtype, EngineSection
 from asyncrl.errors import ConfigError
 from asyncrl.learners.optimizer_state import OptimizerState, StateCopy
-from asyncrl.learners.state_files import SavedState, write_state
+from asyncrl.learners.state_files import Part, SavedState, write_state
 
 _LARGEST_BUCKET = 500_000_000
 """DeepSpeed's own default for reduce and all-gather buckets, in elements."""
@@ -148,6 +148,23 @@ class TrainingEngine:
         if self._settings.zero_stage < 3:
             return [p.detach() for p in parameters]
         return [p.ds_tensor.detach() for p in parameters]
+
+    def local_parts(self) -> list[Part]:
+        """Which part of its parameter each of ``local_parameters`` is; padding is behind its ``numel``."""
+        found = []
+        for name, parameter in self._engine.module.named_parameters():
+            if not self.is_sharded:
+                found.append(Part(name, tuple(parameter.shape), 0, parameter.numel(), 0))
+                continue
+            start = self.rank * parameter.ds_tensor.numel()
+            numel = min(parameter.ds_tensor.numel(), parameter.ds_numel - start)
+            found.append(Part(name, tuple(parameter.ds_shape), start, max(numel, 0), 0))
+        return found
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has a part of every parameter (ZeRO 3), or all of them."""
+        return self._settings.zero_stage == 3
 
     def drop_gathered(self) -> None:
         """Have the next forward pass gather every parameter anew: ZeRO-3 keeps small ones whole."""

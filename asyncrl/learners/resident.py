@@ -9,14 +9,20 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from asyncrl.algorithms.averaging import update_average
+from asyncrl.checkpoint.files import FileEntry, sync_folder, write_file
 from asyncrl.learners.engine import TrainingEngine
+from asyncrl.learners.state_files import SavedState, write_state
+
+_VERSION = "version.json"
 
 
 class ResidentReference:
@@ -36,6 +42,7 @@ class ResidentReference:
         self._average = self._kept
         if ema is not None and any(kept.dtype != torch.float32 for kept in self._kept):
             self._average = [kept.float() for kept in self._kept]
+        self._copied: tuple[int, list[Tensor]] | None = None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -63,6 +70,43 @@ class ResidentReference:
             if mean is not kept:
                 kept.copy_(mean)
         self.version = version
+
+    def copy(self) -> None:
+        """Copy what ``write`` writes, between two updates: nothing, while it is the start model."""
+        self._copied = None
+        if self.version > 0:
+            self._copied = self.version, [mean.to(torch.float32, copy=True) for mean in self._average]
+
+    def write(self, folder: Path) -> list[FileEntry]:
+        """Write this rank's part of what was copied last, in any thread; paths are relative to ``folder``."""
+        if self._copied is None:
+            return []
+        version, values = self._copied
+        parts = self._engine.local_parts()
+        own = [(part, value.view(-1)[: part.numel]) for part, value in zip(parts, values, strict=True)]
+        if self._engine.rank != 0 and not self._engine.is_sharded:
+            own = []  # rank 0 has all of it
+        rank, ranks = self._engine.rank, self._engine.world_size
+        weights = ((f"weight/{part.name}", value) for part, value in own)
+        entries = write_state(folder, rank, ranks, [part for part, _ in own], weights)
+        if rank == 0:
+            entries.append(write_file(folder, _VERSION, json.dumps({"version": version}).encode()))
+            sync_folder(folder)
+        return entries
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Be what any number of ranks wrote: nothing means the start model. Raises CheckpointError."""
+        if not folder.exists():
+            return
+        saved = SavedState(folder)
+        parts = self._engine.local_parts()
+        saved.require({part.name: part.shape for part in parts})
+        for part, mean, kept in zip(parts, self._average, self._kept, strict=True):
+            value = saved.read("weight", part.name, part.start, part.numel)
+            for held in (mean, kept):
+                held.view(-1)[: part.numel].copy_(value)
+        self.version = int(json.loads((folder / _VERSION).read_bytes())["version"])
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from asyncrl.checkpoint.files import measure
+from asyncrl.config import AlgorithmSection, ReferenceSection
 from asyncrl.errors import CheckpointError
 from asyncrl.learners.state_files import SavedState
 from tests.e2e.deepspeed_worker import run_ranks
@@ -111,3 +112,27 @@ def test_every_way_of_saving_holds_the_same_parameters(
             np.testing.assert_allclose(other.read("weight", name), first.read("weight", name), atol=1e-5)
         with pytest.raises(CheckpointError, match=r"1 trained tensors differ, the first is new\.weight"):
             other.require({n: p.shape for n, p in other.parameters.items()} | {"new.weight": (2,)})
+
+
+def test_a_reference_in_the_learner_goes_on_too(folder: Path) -> None:
+    settings: dict[str, Any] = {
+        "learns": AlgorithmSection.model_validate({"kl": "loss", "kl_coef": 1.0}),
+        "reference": ReferenceSection(place="learner", refresh_every=2, ema=0.5),
+    }
+    target = folder.parent / "with-reference"
+    saved = run_ranks(
+        train_and_save, folder, stage=3, ranks=2, end=END, save_at=SAVED, target=target, **settings
+    )
+    assert {e.path for r in saved for e in r["files"] if e.path.startswith("reference/")} == {
+        "reference/version.json",
+        *(
+            f"reference/rank-0000{rank}-of-00002.{end}"
+            for rank in range(2)
+            for end in ("json", "safetensors")
+        ),
+    }
+    again = run_ranks(resume, folder, stage=3, ranks=2, start=SAVED, end=END, source=target, **settings)
+    for before, after in zip(saved, again, strict=True):
+        assert after["digests"] == before["digests"][SAVED:]
+    (alone,) = run_ranks(resume, folder, stage=2, ranks=1, start=SAVED, end=END, source=target, **settings)
+    np.testing.assert_allclose(alone["norms"], saved[0]["norms"][SAVED:], rtol=1e-4)
