@@ -50,6 +50,7 @@ class Sentinel:
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, mark, str(os.getpid()), str(grace_s)],
             stdin=subprocess.PIPE,
+            bufsize=0,
             stdout=subprocess.DEVNULL,
             cwd=Path(__file__).parent,
             start_new_session=True,  # Ctrl-C in the terminal is not for it
@@ -57,10 +58,16 @@ class Sentinel:
         os.environ[_MARK] = mark
 
     def watch(self, folder: str) -> None:
-        """Who has a file in ``folder`` open for writing belongs to the run too. Raises OSError."""
+        """Who has a file in ``folder`` open for writing belongs to the run too."""
         assert self._process.stdin is not None
-        self._process.stdin.write(os.fsencode(folder) + b"\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(os.fsencode(folder) + b"\n")
+        except BrokenPipeError:
+            log.warning(
+                "the sentinel of this run has ended (exit code %s): should this process be killed, others "
+                "may be left behind",
+                self._process.poll(),
+            )
 
     def close(self) -> None:
         """Return once nothing that was started is left; what had not ended was killed. Safe to call twice."""
@@ -141,6 +148,8 @@ def _wait_for_end(parent: int) -> list[str]:
             ends.append(os.pidfd_open(parent))
         except ProcessLookupError:
             gone = True
+        except OSError as error:  # a sandbox may not allow it
+            log.debug("pidfd_open: %s; the pipe alone tells of the controller's end", error)
         gone = gone or os.getppid() != parent
     said = b""
     while True:

@@ -96,6 +96,15 @@ def test_who_writes_in_a_watched_folder_belongs_to_the_run(tmp_path: Path) -> No
         process.wait()
 
 
+def test_a_run_outlives_its_sentinel(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Sentinel() as sentinel:
+        (process,) = [p for p in psutil.Process().children() if any("sentinel.py" in a for a in p.cmdline())]
+        process.kill()
+        process.wait(10)
+        sentinel.watch(str(tmp_path))
+    assert "the sentinel of this run has ended" in caplog.text
+
+
 def test_a_run_inside_a_run_has_a_mark_of_its_own() -> None:
     with Sentinel(grace_s=30):
         outer = os.environ["ASYNCRL_RUN_MARK"]
