@@ -35,7 +35,7 @@ class PhaseTimes:
     weight_pause: float = 0.0
     """Longest standstill of a generator for the swap."""
     eval: float = 0.0
-    """A push waited for an evaluation to end."""
+    """A push, or colocated an update, waited for an evaluation to end."""
 
     def take(self, step_s: float) -> Metrics:
         """``timing_s/...`` of a step of ``step_s`` that ends now; the next one starts at zero."""

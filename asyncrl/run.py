@@ -34,12 +34,15 @@ from asyncrl.generators.pool import GeneratorPool
 from asyncrl.hub import model_place
 from asyncrl.learners.base import Learner
 from asyncrl.ledger import Retired
+from asyncrl.pushes import Publisher
 from asyncrl.roles.annotator import Annotator
 from asyncrl.run_folder import RunFolder, claim
 from asyncrl.tracking import open_tracker
+from asyncrl.turns import ColocatedTurns, NoTurns, Turns
 from asyncrl.types import Metrics, ReadyGroup, Task
 from asyncrl.weight_sync.canary import DEFAULT_TOLERANCE, Canary, canary_tokens
 from asyncrl.weight_sync.publish import WeightPublisher
+from asyncrl.weight_sync.relabel import RelabelPublisher
 
 if TYPE_CHECKING:
     from asyncrl.data import Prompts
@@ -146,12 +149,10 @@ def build(
     console: Console,
 ) -> Parts:
     """Create the actors and the controller over them; nothing runs yet."""
-    from asyncrl.generators.actor import RayReplica
-    from asyncrl.placement import deal_cores, fetch_payloads
+    from asyncrl.placement import fetch_payloads
     from asyncrl.roles.build import build_reference_role
     from asyncrl.roles.moving import MovingReference
 
-    generators = config.generators
     display = make_display(config, console)
     files = RunFolder(
         folder,
@@ -159,11 +160,54 @@ def build(
         rollouts_every=config.log.rollouts_every,
         trackers=[partial(open_tracker, name, folder, config) for name in config.log.trackers],
     )
-    cores = deal_cores(generators.cpu_cores, generators.replicas)
-    names = {f"generator {i}": cores[i] for i in range(generators.replicas)}
+    canary = make_canary(config, prompts.train.iterate())
+    if config.placement.mode == "colocated":
+        sides = build_colocated_sides(config, model_path, placement, canary)
+    else:
+        sides = build_split_sides(config, model_path, placement, canary)
+    pool = sides.pool
+    learner, critics = with_critic(config, model_path, placement, sides.learner)
+    reference = build_reference_role(config, model_path, placement, learner)
+    annotator = Annotator([*([] if reference is None else [reference]), *critics])
+    controller = Controller(
+        config,
+        prompts.train,
+        pool,
+        learner,
+        sides.publisher,
+        Evaluator(pool, prompts.eval, config),
+        RunObserver(files, display),
+        annotator=annotator,
+        reference=reference if isinstance(reference, MovingReference) else None,
+        turns=sides.turns,
+        checkpoints=folder / "checkpoints",
+    )
+    return Parts(controller, pool, learner, annotator, display, files)
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Generators and learner, and what passes weights and turns between them."""
+
+    pool: GeneratorPool
+    learner: Learner
+    publisher: Publisher
+    turns: Turns
+
+
+def build_split_sides(config: Config, model_path: str, placement: Placement, canary: Canary | None) -> Sides:
+    """A process for each generator and each learner rank."""
+    from asyncrl.generators.actor import RayReplica, generator_actor
+    from asyncrl.learners.group import RayLearner, learner_actors
+    from asyncrl.placement import deal_cores
+
+    generators, settings, sync = config.generators, config.learner, config.weight_sync
+    names = generator_names(config)
+    cores = dict(zip(names, deal_cores(generators.cpu_cores, len(names)), strict=True))
 
     def make_replica(name: str) -> RayReplica:
-        return RayReplica(name, config, model_path, cores=names[name], gpus=placement.generator_gpus)
+        actor = generator_actor(config, model_path, cores=cores[name], gpus=placement.generator_gpus)
+        return RayReplica(name, config, actor)
 
     pool = GeneratorPool(
         [make_replica(name) for name in names],
@@ -172,8 +216,14 @@ def build(
         health_every_s=generators.health_every_s,
         health_timeout_s=generators.health_timeout_s,
     )
-    learner, critics = build_learner(config, model_path, placement)
-    sync = config.weight_sync
+    actors = learner_actors(
+        config,
+        model_path,
+        host=placement.host,
+        cores=deal_cores(settings.cpu_cores, settings.ranks),
+        gpus=placement.learner_gpus,
+    )
+    learner = RayLearner(config, actors)
     publisher = WeightPublisher(
         learner,
         pool,
@@ -182,51 +232,63 @@ def build(
         timeout_s=sync.timeout_s,
         in_flight=config.schedule.in_flight_updates,
         kv=config.schedule.kv_after_swap,
-        canary=make_canary(config, prompts.train.iterate()),
+        canary=canary,
     )
-    reference = build_reference_role(config, model_path, placement, learner)
-    annotator = Annotator([*([] if reference is None else [reference]), *critics])
-    controller = Controller(
+    return Sides(pool, learner, publisher, NoTurns())
+
+
+def build_colocated_sides(
+    config: Config, model_path: str, placement: Placement, canary: Canary | None
+) -> Sides:
+    """A process for each generator with its learner rank. None is restarted: a rank would be missing."""
+    from asyncrl.colocated import build_colocated
+    from asyncrl.placement import deal_cores
+
+    generators, timeout_s = config.generators, config.weight_sync.timeout_s
+    names = generator_names(config)
+    replicas, learner = build_colocated(
         config,
-        prompts.train,
-        pool,
-        learner,
-        publisher,
-        Evaluator(pool, prompts.eval, config),
-        RunObserver(files, display),
-        annotator=annotator,
-        reference=reference if isinstance(reference, MovingReference) else None,
-        checkpoints=folder / "checkpoints",
+        model_path,
+        names,
+        host=placement.host,
+        cores=deal_cores(generators.cpu_cores, len(names)),
+        gpus=placement.learner_gpus,
     )
-    return Parts(controller, pool, learner, annotator, display, files)
+    pool = GeneratorPool(
+        replicas,
+        max_restarts=0,
+        health_every_s=generators.health_every_s,
+        health_timeout_s=generators.health_timeout_s,
+    )
+    turns = ColocatedTurns(pool, timeout_s=timeout_s)
+    publisher = RelabelPublisher(learner, pool, turns, timeout_s=timeout_s, canary=canary)
+    return Sides(pool, learner, publisher, turns)
 
 
-def build_learner(config: Config, model_path: str, placement: Placement) -> tuple[Learner, list[Role]]:
+def generator_names(config: Config) -> list[str]:
+    return [f"generator {i}" for i in range(config.generators.replicas)]
+
+
+def with_critic(
+    config: Config, model_path: str, placement: Placement, policy: Learner
+) -> tuple[Learner, list[Role]]:
     """The learner, and the critic, if there is one, as a role; the learner's updates are its own too."""
     from asyncrl.learners.actor_critic import ActorCritic
     from asyncrl.learners.critic_group import RayCritic
-    from asyncrl.learners.group import RayLearner
     from asyncrl.placement import deal_cores
 
-    settings, critic_settings = config.learner, config.critic
-    policy = RayLearner(
-        config,
-        model_path,
-        host=placement.host,
-        cores=deal_cores(settings.cpu_cores, settings.ranks),
-        gpus=placement.learner_gpus,
-    )
     if not config.has_critic:
         return policy, []
+    settings = config.critic
     critic = RayCritic(
         config,
-        model_path if critic_settings.path is None else model_place(critic_settings.path),
+        model_path if settings.path is None else model_place(settings.path),
         host=placement.host,
-        cores=deal_cores(critic_settings.cpu_cores, critic_settings.ranks),
+        cores=deal_cores(settings.cpu_cores, settings.ranks),
         gpus=placement.role_gpus["critic"],
     )
     learner = ActorCritic(
-        policy, critic, warmup_steps=critic_settings.warmup_steps, max_bad_steps=settings.max_bad_steps
+        policy, critic, warmup_steps=settings.warmup_steps, max_bad_steps=config.learner.max_bad_steps
     )
     return learner, [critic]
 
