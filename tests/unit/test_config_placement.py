@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.config_load import load_config, parse_config
+from asyncrl.config_load import parse_config
 from asyncrl.errors import ConfigError
 from asyncrl.plan import placement_rows, turns_text
 
@@ -65,10 +65,3 @@ def test_the_plan_says_who_shares_a_process_and_how_deep_the_placement_lets_it_b
     assert "any depth" in turns_text(two)
     assert "computed anew" in turns_text(two)
     assert "computed anew" not in turns_text(colocated("schedule.pipeline_depth=0"))
-
-
-def test_the_config_of_the_repository_is_the_quickstart_in_turns() -> None:
-    turns, quickstart = (load_config(f"configs/{name}.yaml") for name in ("colocated", "quickstart"))
-    same = {"model", "data", "rollout", "reward", "algorithm", "eval", "weight_sync", "log"}
-    assert turns.model_dump(include=same) == quickstart.model_dump(include=same)
-    assert turns.placement.mode == "colocated"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,23 @@ async def test_weights_are_not_renamed_under_an_engine_that_is_awake() -> None:
     async with running(tiny_llama()) as engine:
         with pytest.raises(GeneratorError, match="while the engine was awake"):
             await engine.relabel(1)
+
+
+async def test_naming_a_version_takes_no_time_that_grows_with_the_model() -> None:
+    """By the processor's time, which others on the machine do not change."""
+    trained = tiny_llama(hidden_size=512, intermediate_size=2048, layers=4)
+    shared = SharedModel(trained)
+    async with running(shared.model, asleep=True) as engine:
+        generator = SharedTorchGenerator(engine, shared)
+        start = time.process_time()
+        for version in range(1, 11):
+            await generator.swap(version, in_flight=True, kv="recompute")
+        ten_pushes = time.process_time() - start
+    start = time.process_time()
+    copies = [parameter.detach().clone() for parameter in trained.parameters()]
+    one_copy = time.process_time() - start
+    assert sum(copy.nbytes for copy in copies) > 60e6
+    assert ten_pushes < one_copy
 
 
 async def test_a_parameter_that_was_replaced_and_not_changed_is_noticed() -> None:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import random
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.errors import CanaryError, GeneratorError, NoGeneratorError, PushTimeoutError
+from asyncrl.errors import (
+    CanaryError,
+    GeneratorError,
+    NoGeneratorError,
+    PushTimeoutError,
+    RewardRaisedError,
+)
 from asyncrl.generators.scripted import ScriptedGenerator, constant_length, log_normal_length
 from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.queues.codec import decode_group
 from asyncrl.simulate.clock import run_virtual
-from asyncrl.types import Batch, Float32Array
+from asyncrl.types import Batch, Float32Array, Task
 from asyncrl.waiting import Deadlines, now
 
-from .controller_harness import Outcome, Stream, config, run
+from .controller_harness import Outcome, ScriptedScorer, Stream, config, run
 
 COLOCATED = ("placement.mode=colocated", "schedule.kv_after_swap=recompute")
 FAST: dict[str, Any] = {"length": constant_length(10), "token_s": 0.1}  # a group takes 1 s
@@ -31,10 +38,10 @@ def colocated(*overrides: str, depth: int = 0, bound: int | None = None) -> Conf
 
 
 class WatchedLearner(ScriptedLearner):
-    """Looks, all through an update, at whether the generators sleep, and at what they sample."""
+    """Looks, before and after an update, at whether the generators sleep, and at what they have sampled."""
 
-    def __init__(self, generators: Sequence[ScriptedGenerator], step_s: float, max_staleness: int) -> None:
-        super().__init__(max_staleness=max_staleness, step_s=step_s)
+    def __init__(self, generators: Sequence[ScriptedGenerator], **script: Any) -> None:
+        super().__init__(**script)
         self._watched = generators
         self.updates = 0
 
@@ -55,11 +62,16 @@ class WatchedLearner(ScriptedLearner):
 
 
 def take_turns(
-    settings: Config, *generators: ScriptedGenerator, step_s: float = 1.0, **options: Any
+    settings: Config,
+    *generators: ScriptedGenerator,
+    step_s: float = 1.0,
+    bad_steps: Collection[int] = (),
+    **options: Any,
 ) -> Outcome:
-    learner = WatchedLearner(generators, step_s, settings.schedule.max_staleness)
+    bound = settings.schedule.max_staleness
+    learner = WatchedLearner(generators, max_staleness=bound, step_s=step_s, bad_steps=bad_steps)
     outcome = run(settings, list(generators), learner, **options)
-    assert learner.updates == settings.run.steps
+    assert learner.updates == len(learner.batches)
     return outcome
 
 
@@ -80,17 +92,12 @@ def test_synchronous_turns_take_the_sum_of_both_sides_and_carry_nothing_over() -
 
 
 def test_unfinished_answers_go_on_under_the_next_version_within_the_bound() -> None:
-    settings = colocated("run.steps=60", "rollout.groups_per_step=4", depth=1, bound=2)
+    two = ("generators.replicas=2", "learner.ranks=2")
+    settings = colocated("run.steps=60", "rollout.groups_per_step=4", *two, depth=1, bound=2)
     generators = [
         ScriptedGenerator(shared=True, length=log_normal_length(12, 1.0), token_s=0.01, recompute_s=0.02)
         for _ in range(2)
     ]
-    settings = settings.model_copy(
-        update={
-            "generators": settings.generators.model_copy(update={"replicas": 2}),
-            "learner": settings.learner.model_copy(update={"ranks": 2}),
-        }
-    )
     outcome = take_turns(settings, *generators)
     assert max(lag for step in outcome.learner.lags for lag in step) <= 2
     lines = outcome.log.steps
@@ -113,6 +120,69 @@ def test_carrying_over_beats_waiting_for_the_tail() -> None:
     assert walls[1] < 0.9 * walls[0]
 
 
+def random_turns(seed: int) -> Outcome:
+    rng = random.Random(seed)
+    depth, replicas = rng.randint(0, 3), rng.randint(1, 2)
+    settings = colocated(
+        f"generators.replicas={replicas}",
+        f"learner.ranks={replicas}",
+        f"run.steps={rng.randint(3, 8)}",
+        f"rollout.groups_per_step={rng.randint(2, 4)}",
+        f"schedule.at_bound={rng.choice(['wait', 'drop', 'mask'])}",
+        f"algorithm.filter_zero_variance={rng.choice(['none', 'drop', 'refill'])}",
+        f"eval.every={rng.choice([0, 2])}",
+        "run.max_unusable_groups=100000",
+        "learner.max_bad_steps=100",
+        "reward.on_error=drop",
+        depth=depth,
+        bound=depth + rng.randint(0, 2),
+    )
+    failing = rng.choice([0.0, 0.1, 0.5])
+
+    def reward(task: Task, result: object) -> float:
+        if task.uid.startswith("train") and rng.random() < failing:
+            raise RewardRaisedError("scripted")
+        return float(rng.random() < 0.5)
+
+    generators = [
+        ScriptedGenerator(
+            shared=True,
+            slots=rng.choice([2, 8, 64]),
+            length=log_normal_length(rng.choice([4, 16]), rng.choice([0.0, 0.6, 1.2])),
+            token_s=rng.choice([0.01, 0.1]),
+            sleep_s=rng.choice([0.0, 0.2]),
+            wake_s=rng.choice([0.0, 0.2]),
+            recompute_s=rng.choice([0.0, 0.3]),
+        )
+        for _ in range(replicas)
+    ]
+    return take_turns(
+        settings,
+        *generators,
+        step_s=rng.choice([0.1, 1.0, 3.0]),
+        bad_steps={rng.randint(0, 6)} if rng.random() < 0.2 else (),
+        scorer=ScriptedScorer(reward),
+        eval_tasks=[Task(i, f"eval-{i}", "", (1, 2)) for i in range(rng.choice([0, 3]))],
+    )
+
+
+def test_random_turns_break_no_bound_and_lose_nothing() -> None:
+    """``controller_harness.check`` and ``WatchedLearner`` look at each of them."""
+    seen = {"dropped": 0, "failed": 0, "filtered": 0, "lag": 0, "carried": 0, "evaluations": 0}
+    for seed in range(60):
+        try:
+            outcome = random_turns(seed)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        for state in ("dropped", "failed", "filtered"):
+            seen[state] += outcome.summary.counts[state]
+        seen["lag"] += sum(lag or 0 for lags in outcome.learner.lags for lag in lags)
+        seen["carried"] += sum(int(line["turns/carried_samples"]) for line in outcome.log.steps)
+        seen["evaluations"] += len(outcome.log.evaluations)
+    assert all(seen.values()), f"these turns did not try everything: {seen}"
+
+
 def test_an_update_waits_for_the_evaluation_of_the_version_that_it_changes() -> None:
     settings = colocated("run.steps=4", "eval.every=2", "eval.max_new_tokens=40")
     tasks = [Stream().task(10_000)]
@@ -129,9 +199,8 @@ def test_an_update_waits_for_the_evaluation_of_the_version_that_it_changes() -> 
 
 def test_a_skipped_update_changes_no_version_and_gives_the_turn_back() -> None:
     settings = colocated("run.steps=3")
-    learner = ScriptedLearner(max_staleness=0, step_s=1.0, bad_steps={1})
     generator = ScriptedGenerator(shared=True, **FAST)
-    outcome = run(settings, [generator], learner)
+    outcome = take_turns(settings, generator, bad_steps={1})
     assert [line["policy_version"] for line in outcome.log.steps] == [1, 1, 2, 3]
     assert generator.live_version == 3
 
