@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -22,7 +22,9 @@ from asyncrl.generators.actor import LANES, ROLLOUT_LANE, GeneratorActor, RayRep
 from asyncrl.learners.base import LearnerRank
 from asyncrl.learners.group import LearnerActor, RayLearner
 from asyncrl.placement import actor_options
-from asyncrl.weight_sync.sharing import SharedModel
+
+if TYPE_CHECKING:
+    from asyncrl.weight_sync.sharing import SharedModel
 
 
 class ColocatedActor:

@@ -34,15 +34,11 @@ from asyncrl.generators.pool import GeneratorPool
 from asyncrl.hub import model_place
 from asyncrl.learners.base import Learner
 from asyncrl.ledger import Retired
-from asyncrl.pushes import Publisher
 from asyncrl.roles.annotator import Annotator
 from asyncrl.run_folder import RunFolder, claim
 from asyncrl.tracking import open_tracker
-from asyncrl.turns import ColocatedTurns, NoTurns, Turns
 from asyncrl.types import Metrics, ReadyGroup, Task
 from asyncrl.weight_sync.canary import DEFAULT_TOLERANCE, Canary, canary_tokens
-from asyncrl.weight_sync.publish import WeightPublisher
-from asyncrl.weight_sync.relabel import RelabelPublisher
 
 if TYPE_CHECKING:
     from asyncrl.data import Prompts
@@ -152,6 +148,7 @@ def build(
     from asyncrl.placement import fetch_payloads
     from asyncrl.roles.build import build_reference_role
     from asyncrl.roles.moving import MovingReference
+    from asyncrl.sides import build_sides
 
     display = make_display(config, console)
     files = RunFolder(
@@ -160,13 +157,9 @@ def build(
         rollouts_every=config.log.rollouts_every,
         trackers=[partial(open_tracker, name, folder, config) for name in config.log.trackers],
     )
-    canary = make_canary(config, prompts.train.iterate())
-    if config.placement.mode == "colocated":
-        sides = build_colocated_sides(config, model_path, placement, canary)
-    else:
-        sides = build_split_sides(config, model_path, placement, canary)
+    sides = build_sides(config, model_path, placement, make_canary(config, prompts.train.iterate()))
     pool = sides.pool
-    learner, critics = with_critic(config, model_path, placement, sides.learner)
+    learner, critics = build_learner(config, model_path, placement, sides.policy)
     reference = build_reference_role(config, model_path, placement, learner)
     annotator = Annotator([*([] if reference is None else [reference]), *critics])
     controller = Controller(
@@ -185,91 +178,7 @@ def build(
     return Parts(controller, pool, learner, annotator, display, files)
 
 
-@dataclass(frozen=True, slots=True)
-class Sides:
-    """Generators and learner, and what passes weights and turns between them."""
-
-    pool: GeneratorPool
-    learner: Learner
-    publisher: Publisher
-    turns: Turns
-
-
-def build_split_sides(config: Config, model_path: str, placement: Placement, canary: Canary | None) -> Sides:
-    """A process for each generator and each learner rank."""
-    from asyncrl.generators.actor import RayReplica, generator_actor
-    from asyncrl.learners.group import RayLearner, learner_actors
-    from asyncrl.placement import deal_cores
-
-    generators, settings, sync = config.generators, config.learner, config.weight_sync
-    names = generator_names(config)
-    cores = dict(zip(names, deal_cores(generators.cpu_cores, len(names)), strict=True))
-
-    def make_replica(name: str) -> RayReplica:
-        actor = generator_actor(config, model_path, cores=cores[name], gpus=placement.generator_gpus)
-        return RayReplica(name, config, actor)
-
-    pool = GeneratorPool(
-        [make_replica(name) for name in names],
-        restart=make_replica,
-        max_restarts=generators.max_restarts,
-        health_every_s=generators.health_every_s,
-        health_timeout_s=generators.health_timeout_s,
-    )
-    actors = learner_actors(
-        config,
-        model_path,
-        host=placement.host,
-        cores=deal_cores(settings.cpu_cores, settings.ranks),
-        gpus=placement.learner_gpus,
-    )
-    learner = RayLearner(config, actors)
-    publisher = WeightPublisher(
-        learner,
-        pool,
-        backend=placement.push_backend if sync.backend == "auto" else sync.backend,
-        bucket_bytes=sync.bucket_bytes,
-        timeout_s=sync.timeout_s,
-        in_flight=config.schedule.in_flight_updates,
-        kv=config.schedule.kv_after_swap,
-        canary=canary,
-    )
-    return Sides(pool, learner, publisher, NoTurns())
-
-
-def build_colocated_sides(
-    config: Config, model_path: str, placement: Placement, canary: Canary | None
-) -> Sides:
-    """A process for each generator with its learner rank. None is restarted: a rank would be missing."""
-    from asyncrl.colocated import build_colocated
-    from asyncrl.placement import deal_cores
-
-    generators, timeout_s = config.generators, config.weight_sync.timeout_s
-    names = generator_names(config)
-    replicas, learner = build_colocated(
-        config,
-        model_path,
-        names,
-        host=placement.host,
-        cores=deal_cores(generators.cpu_cores, len(names)),
-        gpus=placement.learner_gpus,
-    )
-    pool = GeneratorPool(
-        replicas,
-        max_restarts=0,
-        health_every_s=generators.health_every_s,
-        health_timeout_s=generators.health_timeout_s,
-    )
-    turns = ColocatedTurns(pool, timeout_s=timeout_s)
-    publisher = RelabelPublisher(learner, pool, turns, timeout_s=timeout_s, canary=canary)
-    return Sides(pool, learner, publisher, turns)
-
-
-def generator_names(config: Config) -> list[str]:
-    return [f"generator {i}" for i in range(config.generators.replicas)]
-
-
-def with_critic(
+def build_learner(
     config: Config, model_path: str, placement: Placement, policy: Learner
 ) -> tuple[Learner, list[Role]]:
     """The learner, and the critic, if there is one, as a role; the learner's updates are its own too."""
