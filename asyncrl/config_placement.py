@@ -48,6 +48,12 @@ def _weights(config: Config) -> list[str]:
             "2, because generators compute with the ranks' own parameters, of which a rank holds only a part "
             "with ZeRO 3: lower zero_stage, or set placement.mode to split"
         )
+    elif learner.zero_stage < 2 and config.model.dtype == "bfloat16":
+        problems.append(
+            f"learner.zero_stage: found {learner.zero_stage} with model.dtype bfloat16 and placement.mode "
+            "colocated; expected 2, because below it DeepSpeed keeps float32 gradients, as large as the master "
+            "weights, while the generator has its turn"
+        )
     if learner.lora is not None:
         problems.append(
             "learner.lora: found it set with placement.mode colocated, where generators compute with the "

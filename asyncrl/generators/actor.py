@@ -70,7 +70,9 @@ class GeneratorActor:
         from asyncrl.generators.build import build_host
 
         self._home = asyncio.get_running_loop()
-        shared = None if self._shared is None else await asyncio.wrap_future(self._shared)
+        shared: SharedModel | None = None
+        if self._shared is not None:
+            shared = await asyncio.wrap_future(self._shared)
         self._host, self._close = await build_host(
             self._config, self._model_path, self._folder, self._all_cores, self._cores, shared
         )

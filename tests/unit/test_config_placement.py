@@ -26,6 +26,10 @@ def colocated(*overrides: str) -> Config:
             ("generators.replicas: found 3 with learner.ranks 2", "to 3"),
         ),
         (("learner.zero_stage=3",), ("learner.zero_stage: found 3", "at most 2")),
+        (
+            ("learner.zero_stage=1", "model.dtype=bfloat16"),
+            ("learner.zero_stage: found 1 with model.dtype bfloat16", "expected 2"),
+        ),
         (("learner.lora.rank=4",), ("learner.lora", "expected null")),
         (("weight_sync.overlap=true",), ("weight_sync.overlap", "expected false")),
         (("generators.threads=2",), ("generators.threads: found 2 with learner.threads 1",)),
