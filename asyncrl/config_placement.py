@@ -51,8 +51,8 @@ def _weights(config: Config) -> list[str]:
     elif learner.zero_stage < 2 and config.model.dtype == "bfloat16":
         problems.append(
             f"learner.zero_stage: found {learner.zero_stage} with model.dtype bfloat16 and placement.mode "
-            "colocated; expected 2, because below it DeepSpeed keeps float32 gradients, as large as the master "
-            "weights, while the generator has its turn"
+            "colocated; expected 2, because below it DeepSpeed keeps gradients in float32, twice the size of "
+            "the weights, while generators have their turn"
         )
     if learner.lora is not None:
         problems.append(
