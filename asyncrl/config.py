@@ -647,7 +647,8 @@ class WeightSyncSection(Section):
     canary_every: NonNegativeInt = 10
     """Pushes from one canary to the next: fixed tokens whose log-probs on every generator have to be the
     learner's. The first push is always checked, and every restarted generator. With ``overlap`` the
-    learner stands still for its half. 0: none at all."""
+    learner stands still for its half. Colocated, where it costs next to nothing, each version is checked.
+    0: none at all."""
     canary_tolerance: PositiveFloat | None = None
     """Largest mean difference of the canary's log-probs, beyond which the run ends. Null: 0.01 in float32,
     0.2 in bfloat16."""
@@ -659,8 +660,9 @@ class WeightSyncSection(Section):
 
 
 class PlacementSection(Section):
-    mode: Literal["split"] = "split"
-    """Generators and learner on devices of their own."""
+    mode: Literal["split", "colocated"] = "split"
+    """split: generators and learner on devices of their own. colocated: a generator and a learner rank a
+    process, with the same parameters and in turns: no weights are sent (torch engine, ZeRO 0 to 2)."""
     address: str | None = None
     """Ray cluster to join; null: start one on this machine."""
 

@@ -19,6 +19,7 @@ from asyncrl.algorithms.names import (
     loss_problem,
 )
 from asyncrl.config_lora import adapter_contradictions
+from asyncrl.config_placement import placement_contradictions
 from asyncrl.generators.vllm_options import option_problems
 
 if TYPE_CHECKING:
@@ -162,6 +163,7 @@ def contradictions(config: Config) -> list[str]:
         *_critic(config),
         *_rewards(config),
         *adapter_contradictions(config),
+        *placement_contradictions(config),
         *_other(config),
     ]
 

@@ -6,7 +6,7 @@ happen elsewhere, and only their metas come through here.
 Invariants:
 - Every admission and retirement goes through ``OutstandingGroups``, every version that goes live through
   ``Pushes``.
-- One update at a time, and none while the weights that it moves are pushed.
+- One update at a time, and none while the weights that it moves are pushed, or out of turn.
 - All tasks live in one TaskGroup: a task that fails ends the run with its traceback.
 - Nothing polls. Every wait ends by an event or by a deadline that names what was waited for.
 """
@@ -40,6 +40,7 @@ from asyncrl.rollout import GroupRequest
 from asyncrl.screening import Screening
 from asyncrl.snapshot import Salvage
 from asyncrl.timeline import NoTimeline, Timeline
+from asyncrl.turns import NoTurns, Turns
 from asyncrl.types import Batch, BatchItem, GroupMeta, Metrics, ReadyGroup, SamplingParams, Task, unmasked
 from asyncrl.waiting import Signal, now, within
 from asyncrl.watchdog import Watchdog
@@ -86,6 +87,7 @@ class Controller:
         *,
         annotator: Annotator | None = None,
         reference: Reference | None = None,
+        turns: Turns | None = None,
         saver: Saver | None = None,
         resumed: Resumed | None = None,
         max_queue_bytes: int = 4 << 30,
@@ -99,6 +101,7 @@ class Controller:
         self._evaluator = evaluator
         self._annotator = annotator or Annotator(())
         self._reference = reference
+        self._turns: Turns = turns or NoTurns()
         self._observer = observer
         self._saver = saver
         self._resumed = resumed
@@ -275,6 +278,7 @@ class Controller:
     async def _finish(self) -> tuple[Metrics | None, str]:
         """What the last line still lacks: its evaluation and the checksum; then the export."""
         after = self._lines.last_evaluation()
+        await self._turns.to_learner(self._pushes.evaluated)
         timeout_s, setting = self.config.learner.step_timeout_s, "learner.step_timeout_s"
         checksum = await within(timeout_s, "checksum of the parameters", setting, self._learner.checksum())
         # JSON holds it as text; every other figure of a line is a number.
@@ -373,6 +377,7 @@ class Controller:
                 self._groups.retire_idle(idle)
                 continue
             metas = [g.meta for g in groups]
+            await self._turns.to_learner(self._pushes.evaluated)
             async with self._pushes.update_turn():
                 result = await self._update(version, groups)
                 self._groups.step += 1
@@ -381,6 +386,7 @@ class Controller:
                 self._retire_batch(version, groups, result)
                 self._groups.retire_idle(idle)
             evaluation = await self._pushes.publish_if_due(group)
+            await self._turns.to_generators()  # where nothing was published, they sleep still
             # Their KL was taken of all tokens that they landed with.
             scored = [landed_as[meta.ordinal] for meta in metas]
             record |= {**result.metrics, **self._kl.end_step(scored, result)}
@@ -460,6 +466,7 @@ class Controller:
             **self._meter.end_step(now(), statistics, metas),
             **self._pool.metrics(),
             **self._publisher.take_metrics(),
+            **self._turns.take_metrics(),
             **self._annotator.take_metrics(),
             **(self._reference.take_metrics() if self._reference is not None else {}),
             **({"checkpoint/failed": float(self._saver.failed)} if self._saver is not None else {}),

@@ -37,7 +37,7 @@ class PhaseTimes:
     weight_pause: float = 0.0
     """Longest standstill of a generator for the swap."""
     eval: float = 0.0
-    """A push waited for an evaluation to end."""
+    """A push, or colocated an update, waited for an evaluation to end."""
     checkpoint: float = 0.0
     """The learner stood still for the copy of a checkpoint, or for the files of the one before."""
     timeline: Timeline = field(default_factory=NoTimeline)

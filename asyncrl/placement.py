@@ -29,7 +29,7 @@ class Placement:
     """Resources of the two sides."""
 
     generator_gpus: int
-    """GPUs of each generator replica."""
+    """GPUs of each generator replica; 0 where it has those of its learner rank."""
     learner_gpus: int
     """GPUs of each learner rank."""
     host: str
@@ -70,7 +70,7 @@ def open_session(config: Config) -> Placement:
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
     placement = Placement(
-        generator_gpus=int(_wants_gpu(config.generators.device, gpus)) * config.generators.workers,
+        generator_gpus=_generator_gpus(config, gpus),
         learner_gpus=int(_wants_gpu(config.learner.device, gpus)),
         host=host,
         role_gpus={name: int(_wants_gpu(role.device, gpus)) for name, role in config.roles.items()},
@@ -78,6 +78,12 @@ def open_session(config: Config) -> Placement:
     )
     _require_gpus(config, placement, gpus)
     return placement
+
+
+def _generator_gpus(config: Config, gpus: int) -> int:
+    if config.placement.mode == "colocated":
+        return 0
+    return int(_wants_gpu(config.generators.device, gpus)) * config.generators.workers
 
 
 def _require_gpus(config: Config, placement: Placement, gpus: int) -> None:

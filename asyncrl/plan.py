@@ -98,6 +98,8 @@ class Plan:
             f"no token older than {schedule.max_staleness} versions is trained on; "
             f"{_every(schedule.publish_every)} version is pushed; at the bound: {schedule.at_bound}",
         )
+        if config.placement.mode == "colocated":
+            table.add_row("turns", turns_text(config))
         table.add_row("slots", slots_text(config, outstanding * rollout.group_size))
         for name, text in placement_rows(config):
             table.add_row(name, text)
@@ -151,6 +153,21 @@ def effective_depth(config: Config) -> tuple[int, str]:
     return limits[name], name
 
 
+def turns_text(config: Config) -> str:
+    """How far ahead a colocated run may be, and what that costs."""
+    turns = (
+        "generators and learner take turns on the same parameters, so a push moves no bytes; each generator "
+        "frees its keys and values before an update. The placement allows any depth: "
+    )
+    depth = config.schedule.pipeline_depth
+    if depth == 0:
+        return turns + "at 0 no answer is unfinished when a turn ends"
+    return turns + (
+        f"at {depth} a turn ends when a batch is ready, unfinished answers wait and go on under the next "
+        "version, and their keys and values are computed anew (kv_after_swap: recompute)"
+    )
+
+
 def slots_text(config: Config, outstanding: int) -> str:
     """Whether the engines can sample everything that is outstanding at the same time."""
     slots = config.generators.slots * config.generators.replicas
@@ -175,12 +192,13 @@ def placement_rows(config: Config) -> list[tuple[str, str]]:
             )
         )
     adapter = "" if learner.lora is None else f"; LoRA of rank {learner.lora.rank} alone is trained"
+    beside = "" if config.placement.mode == "split" else ", in the process of generator {}"
     for i, cores in enumerate(deal_cores(learner.cpu_cores, learner.ranks)):
         rows.append(
             (
                 f"learner {i}",
                 f"{learner.backend} ZeRO-{learner.zero_stage} on {learner.device}, "
-                f"{_cores(cores, learner.threads)}{adapter}",
+                f"{_cores(cores, learner.threads)}{adapter}{beside.format(i)}",
             )
         )
     if config.algorithm.needs_reference and config.reference.place != "actors":

@@ -165,6 +165,10 @@ class Pushes:
         self._evaluated(result)
         return result
 
+    async def evaluated(self) -> None:
+        """Wait for the end of the evaluation that runs, if one does; raises what it raised."""
+        await self._await_evaluation(self.evaluation)
+
     async def let_in_restarted(self) -> None:
         """Push to restarted replicas as soon as there are whole weights to push; runs until cancelled."""
         while True:
@@ -212,11 +216,7 @@ class Pushes:
 
     async def _publish(self, version: int, evaluation: asyncio.Task[Metrics] | None) -> None:
         """Make ``version`` live, as soon as the evaluation of the one before has ended."""
-        if evaluation is not None:
-            start = now()
-            await asyncio.wait([evaluation])
-            evaluation.result()
-            self._times.spent("eval", start)
+        await self._await_evaluation(evaluation)
         async with self._turn:
             await self._follow(version)
             if version != self._budget.live_version:  # else replicas were restarted with it
@@ -241,6 +241,13 @@ class Pushes:
         # Of the last version no group is annotated any more.
         if self._reference is not None and self._reference.is_due(version) and version < self._steps:
             await self._reference.refresh(version)
+
+    async def _await_evaluation(self, evaluation: asyncio.Task[Metrics] | None) -> None:
+        if evaluation is not None:
+            start = now()
+            await asyncio.wait([evaluation])
+            evaluation.result()
+            self._times.spent("eval", start)
 
     async def _await_push(self) -> None:
         """One push at a time, and one copy to push from: the next waits for the one before."""

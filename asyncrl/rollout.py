@@ -13,11 +13,13 @@ Invariants:
 - The greedy answer that serves as a baseline is one more sample, with the number after the last: scored
   and kept like the others, but no token of it is trained.
 - An exception that is not a RolloutError (a bug, a dead engine) fails the whole call.
+- While the engine sleeps no deadline passes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,8 +28,8 @@ from typing import Protocol
 import numpy as np
 
 from asyncrl.environments.base import Rollout, RolloutResult, single_turn
-from asyncrl.errors import RolloutError
-from asyncrl.generators.base import Generator
+from asyncrl.errors import InvariantError, RolloutError
+from asyncrl.generators.base import Asleep, Generator, Sleeper
 from asyncrl.queues.codec import encode_group, group_meta
 from asyncrl.snapshot import (
     GroupKey,
@@ -51,7 +53,7 @@ from asyncrl.types import (
     Task,
     Trajectory,
 )
-from asyncrl.waiting import now
+from asyncrl.waiting import Deadlines, now
 
 _SNAPSHOT_BYTES_PER_S = 4 << 20
 """A snapshot is followed by none for as long as its bytes take at this rate, so that many long answers (12
@@ -239,6 +241,7 @@ class RolloutHost:
         self._mask_truncated = mask_truncated
         self._tracks = Tracks()
         self._groups: dict[GroupKey, _RunningGroup] = {}
+        self._deadlines = Deadlines()
         self._next_snapshot_at = -math.inf
 
     async def run_group(self, request: GroupRequest, salvage: bytes | None = None) -> tuple[GroupMeta, bytes]:
@@ -255,10 +258,12 @@ class RolloutHost:
         ]
         self._groups[key] = group
         try:
-            done, late = await asyncio.wait(
-                samples, timeout=request.deadline_s, return_when=asyncio.FIRST_EXCEPTION
-            )
-            broken = next((t for t in done if t.exception() is not None), None)
+            with contextlib.suppress(TimeoutError):
+                async with self._deadlines.timeout(request.deadline_s):
+                    await asyncio.wait(samples, return_when=asyncio.FIRST_EXCEPTION)
+            late = {task for task in samples if not task.done()}
+            done = (task for task in samples if task not in late)
+            broken = next((task for task in done if task.exception() is not None), None)
             if broken is not None:
                 broken.result()  # not a RolloutError: the whole call fails with its traceback
         finally:
@@ -277,6 +282,24 @@ class RolloutHost:
         payload = self._encode(whole)
         spans = tuple(span for client in group.clients for span in client.spans)
         return replace(group_meta(whole, payload, failures), spans=spans), payload
+
+    async def sleep(self) -> Asleep:
+        """Have the engine sleep; its groups wait, and their deadlines stand still."""
+        asleep = await self._sleeper.sleep()
+        self._deadlines.pause()
+        return asleep
+
+    async def wake(self) -> None:
+        """Have the engine go on with its groups."""
+        await self._sleeper.wake()
+        self._deadlines.resume()
+
+    @property
+    def _sleeper(self) -> Sleeper:
+        if not isinstance(self.engine, Sleeper):
+            name = type(self.engine).__name__
+            raise InvariantError(f"asked {name} to sleep or wake, which cannot share its device")
+        return self.engine
 
     async def snapshot(self) -> tuple[dict[GroupKey, Progress], bytes] | None:
         """What the running groups have so far; None where it is too soon for another snapshot."""

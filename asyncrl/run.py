@@ -49,7 +49,6 @@ from asyncrl.timeline import unix_offset
 from asyncrl.tracking import open_tracker
 from asyncrl.types import Metrics, ReadyGroup, Task
 from asyncrl.weight_sync.canary import DEFAULT_TOLERANCE, Canary, canary_tokens
-from asyncrl.weight_sync.publish import WeightPublisher
 
 if TYPE_CHECKING:
     from asyncrl.data import Prompts
@@ -181,12 +180,11 @@ def build(
     resumed: Resumed | None = None,
 ) -> Parts:
     """Create the actors and the controller over them; nothing runs yet."""
-    from asyncrl.generators.actor import RayReplica
-    from asyncrl.placement import deal_cores, fetch_payloads
+    from asyncrl.placement import fetch_payloads
     from asyncrl.roles.build import build_reference_role, build_reward_model
     from asyncrl.roles.moving import MovingReference
+    from asyncrl.sides import build_sides
 
-    generators = config.generators
     display = make_display(config, console)
     after = None if resumed is None else resumed.state.step
     files = RunFolder(
@@ -197,32 +195,11 @@ def build(
         trace_bytes=config.log.trace_mb << 20,
         clock_offset_s=unix_offset(),
     )
-    cores = deal_cores(generators.cpu_cores, generators.replicas)
-    names = {f"generator {i}": cores[i] for i in range(generators.replicas)}
-
-    def make_replica(name: str) -> RayReplica:
-        return RayReplica(name, config, model_path, cores=names[name], gpus=placement.generator_gpus)
-
-    pool = GeneratorPool(
-        [make_replica(name) for name in names],
-        restart=make_replica,
-        max_restarts=generators.max_restarts,
-        health_every_s=generators.health_every_s,
-        health_timeout_s=generators.health_timeout_s,
-        timeline=files.timeline,
+    sides = build_sides(
+        config, model_path, placement, make_canary(config, prompts.train.iterate()), files.timeline
     )
-    learner, critics = build_learner(config, model_path, placement)
-    sync = config.weight_sync
-    publisher = WeightPublisher(
-        learner,
-        pool,
-        backend=placement.push_backend if sync.backend == "auto" else sync.backend,
-        bucket_bytes=sync.bucket_bytes,
-        timeout_s=sync.timeout_s,
-        in_flight=config.schedule.in_flight_updates,
-        kv=config.schedule.kv_after_swap,
-        canary=make_canary(config, prompts.train.iterate()),
-    )
+    pool = sides.pool
+    learner, critics = build_learner(config, model_path, placement, sides.policy)
     reference = build_reference_role(config, model_path, placement, learner)
     moving = reference if isinstance(reference, MovingReference) else None
     reward_model = build_reward_model(config, model_path, placement)
@@ -232,11 +209,12 @@ def build(
         prompts.train,
         pool,
         learner,
-        publisher,
+        sides.publisher,
         Evaluator(pool, prompts.eval, config, reward_model),
         RunObserver(files, display),
         annotator=annotator,
         reference=moving,
+        turns=sides.turns,
         saver=Saver(
             config.checkpoint,
             CheckpointStore(folder.resolve() / "checkpoints"),
@@ -264,32 +242,26 @@ def in_object_store(resumed: Resumed) -> Resumed:
     return replace(resumed, ready=tuple(zip(stored, starts, strict=True)))
 
 
-def build_learner(config: Config, model_path: str, placement: Placement) -> tuple[Learner, list[Role]]:
+def build_learner(
+    config: Config, model_path: str, placement: Placement, policy: Learner
+) -> tuple[Learner, list[Role]]:
     """The learner, and the critic, if there is one, as a role; the learner's updates are its own too."""
     from asyncrl.learners.actor_critic import ActorCritic
     from asyncrl.learners.critic_group import RayCritic
-    from asyncrl.learners.group import RayLearner
     from asyncrl.placement import deal_cores
 
-    settings, critic_settings = config.learner, config.critic
-    policy = RayLearner(
-        config,
-        model_path,
-        host=placement.host,
-        cores=deal_cores(settings.cpu_cores, settings.ranks),
-        gpus=placement.learner_gpus,
-    )
     if not config.has_critic:
         return policy, []
+    settings = config.critic
     critic = RayCritic(
         config,
-        model_path if critic_settings.path is None else model_place(critic_settings.path),
+        model_path if settings.path is None else model_place(settings.path),
         host=placement.host,
-        cores=deal_cores(critic_settings.cpu_cores, critic_settings.ranks),
+        cores=deal_cores(settings.cpu_cores, settings.ranks),
         gpus=placement.role_gpus["critic"],
     )
     learner = ActorCritic(
-        policy, critic, warmup_steps=critic_settings.warmup_steps, max_bad_steps=settings.max_bad_steps
+        policy, critic, warmup_steps=settings.warmup_steps, max_bad_steps=config.learner.max_bad_steps
     )
     return learner, [critic]
 

@@ -13,8 +13,9 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import ray
@@ -22,7 +23,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCan
 
 from asyncrl.config import Config
 from asyncrl.errors import GeneratorError
-from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
+from asyncrl.generators.base import Asleep, GeneratorStatistics, KVAfterSwap
 from asyncrl.placement import actor_options, pin_process
 from asyncrl.processes import Whereabouts, kill_actor, process_at, whereabouts
 from asyncrl.rollout import GroupRequest, RolloutHost
@@ -30,6 +31,9 @@ from asyncrl.snapshot import GroupKey, Progress, Snapshot
 from asyncrl.timeline import shifted, unix_offset
 from asyncrl.types import Float32Array, GroupMeta
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
+
+if TYPE_CHECKING:
+    from asyncrl.weight_sync.sharing import SharedModel
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,7 +45,16 @@ _ROLLOUT_CALLS = 100_000
 class GeneratorActor:
     """A thin shell around ``RolloutHost``."""
 
-    def __init__(self, config: Config, model_path: str, folder: str, cores: tuple[int, ...] | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model_path: str,
+        folder: str,
+        cores: tuple[int, ...] | None,
+        shared: Future[SharedModel] | None = None,
+    ) -> None:
+        """``shared``: the parameters of a learner in this process, once it stands."""
+        self._shared = shared
         self._all_cores = tuple(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
         pin_process(cores)
         self._cores = cores
@@ -58,8 +71,11 @@ class GeneratorActor:
         from asyncrl.generators.build import build_host
 
         self._home = asyncio.get_running_loop()
+        shared: SharedModel | None = None
+        if self._shared is not None:
+            shared = await asyncio.wrap_future(self._shared)
         self._host, self._close = await build_host(
-            self._config, self._model_path, self._folder, self._all_cores, self._cores
+            self._config, self._model_path, self._folder, self._all_cores, self._cores, shared
         )
         return whereabouts()
 
@@ -105,6 +121,14 @@ class GeneratorActor:
         return await self._at_home(self._started().engine.swap(version, in_flight=in_flight, kv=kv))
 
     @ray.method(concurrency_group="control")
+    async def sleep(self) -> Asleep:
+        return await self._at_home(self._started().sleep())
+
+    @ray.method(concurrency_group="control")
+    async def wake(self) -> None:
+        await self._at_home(self._started().wake())
+
+    @ray.method(concurrency_group="control")
     async def score(self, token_ids: Sequence[int]) -> Float32Array:
         return await self._at_home(self._started().engine.score(token_ids))
 
@@ -128,29 +152,31 @@ class GeneratorActor:
         return self._host
 
 
-_RemoteGenerator: Any = ray.remote(concurrency_groups={"generate": _ROLLOUT_CALLS, "control": 8})(
-    GeneratorActor
-)
+LANES = {"generate": _ROLLOUT_CALLS, "control": 8}
+"""The concurrency groups of a ``GeneratorActor``, and how many calls each serves at once."""
+ROLLOUT_LANE = frozenset({"start", "run_group", "close"})
+"""Its methods that are in the group "generate"; all others are in "control"."""
+_RemoteGenerator: Any = ray.remote(concurrency_groups=LANES)(GeneratorActor)
+
+
+def generator_actor(config: Config, model_path: str, *, cores: tuple[int, ...] | None, gpus: int) -> Any:
+    """A Ray actor for one replica, pinned to ``cores``, with ``gpus`` GPUs."""
+    return _RemoteGenerator.options(**actor_options(gpus)).remote(config, model_path, str(Path.cwd()), cores)
 
 
 class RayReplica:
-    """A ``GeneratorActor`` as the pool sees it: its deaths are GeneratorErrors."""
+    """A ``GeneratorActor`` as the pool sees it: its deaths are GeneratorErrors.
 
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        model_path: str,
-        *,
-        cores: tuple[int, ...] | None,
-        gpus: int,
-    ) -> None:
+    ``shares``: the Ray actor that ``actor``'s calls go to, where that holds more than the generator: it is
+    left running by ``close``, for its other owner to end.
+    """
+
+    def __init__(self, name: str, config: Config, actor: Any, *, shares: Any = None) -> None:
         self.name = name
         self.push_ranks = config.generators.workers
         self._start_timeout_s = config.generators.start_timeout_s
-        self._actor = _RemoteGenerator.options(**actor_options(gpus)).remote(
-            config, model_path, str(Path.cwd()), cores
-        )
+        self._actor = actor
+        self._shares = shares
         self._process: psutil.Process | None = None
         """Its process, where that runs on this machine."""
 
@@ -193,6 +219,13 @@ class RayReplica:
         echo: WeightEcho = await self._call(self._actor.swap.remote(version, in_flight, kv))
         return echo
 
+    async def sleep(self) -> Asleep:
+        asleep: Asleep = await self._call(self._actor.sleep.remote())
+        return asleep
+
+    async def wake(self) -> None:
+        await self._call(self._actor.wake.remote())
+
     async def score(self, token_ids: Sequence[int]) -> Float32Array:
         logprobs: Float32Array = await self._call(self._actor.score.remote(token_ids))
         return logprobs
@@ -206,10 +239,11 @@ class RayReplica:
             async with asyncio.timeout(10):
                 await self._call(self._actor.close.remote())
         finally:
-            ray.kill(self._actor)
+            if self._shares is None:
+                ray.kill(self._actor)
 
     async def kill(self) -> None:
-        kill_actor(self._actor, self._process)
+        kill_actor(self._shares or self._actor, self._process)
 
     async def _call(self, ref: Any) -> Any:
         try:

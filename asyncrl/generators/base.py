@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from asyncrl.types import Completion, Float32Array, GenerationRequest
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
@@ -48,6 +48,32 @@ class GeneratorStatistics:
     """The part of ``busy_s`` in which every slot was taken."""
     full_tokens: int = 0
     """Tokens sampled in ``full_s``: by it, the rate of the engine with all slots full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asleep:
+    """What a generator that fell asleep keeps, and what it gave up."""
+
+    sequences: int
+    """Sequences that had begun, and go on once it wakes."""
+    freed_bytes: int
+    """Memory of keys and values that was freed."""
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """What a generator has to do beside the rest where it takes turns with a learner on one device."""
+
+    async def sleep(self) -> Asleep:
+        """Stop between two tokens and free the keys and values; running sequences stay for later.
+
+        Asleep it takes requests and answers all other calls, but samples nothing.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Go on, with keys and values that the weights of now give; no effect on one that is awake."""
+        ...
 
 
 class Generator(Protocol):

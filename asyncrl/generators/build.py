@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import Config
 from asyncrl.environments.base import RolloutResult
@@ -13,6 +13,9 @@ from asyncrl.generators.base import Generator
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rollout import RolloutHost, Score
 from asyncrl.types import Task
+
+if TYPE_CHECKING:
+    from asyncrl.weight_sync.sharing import SharedModel
 
 
 class PoolScorer:
@@ -56,14 +59,16 @@ async def build_host(
     folder: Path,
     cores: Sequence[int],
     engine_cores: tuple[int, ...] | None = None,
+    shared: SharedModel | None = None,
 ) -> tuple[RolloutHost, Callable[[], Awaitable[None]]]:
     """A started engine with its rollout host, and what closes both.
 
     Reward functions are looked up from ``folder``. ``cores`` are those that reward workers may use;
-    the engine itself may be pinned to fewer, ``engine_cores``.
+    the engine itself may be pinned to fewer, ``engine_cores``. With ``shared`` it has the parameters of a
+    learner in this process, and starts asleep.
     """
     scorer = _scorer(config, folder, cores)
-    engine = _engine(config, model_path, engine_cores)
+    engine = _engine(config, model_path, engine_cores, shared)
     tokenizer, _, _ = await asyncio.gather(
         asyncio.to_thread(_tokenizer, config, model_path), engine.start(), scorer.start()
     )
@@ -92,7 +97,9 @@ def _scorer(config: Config, folder: Path, cores: Sequence[int]) -> PoolScorer | 
     return PoolScorer(pool)
 
 
-def _engine(config: Config, model_path: str, engine_cores: tuple[int, ...] | None) -> Generator:
+def _engine(
+    config: Config, model_path: str, engine_cores: tuple[int, ...] | None, shared: SharedModel | None
+) -> Generator:
     settings = config.generators
     if settings.backend == "vllm":
         from asyncrl.generators.vllm_engine import VLLMEngine
@@ -112,21 +119,23 @@ def _engine(config: Config, model_path: str, engine_cores: tuple[int, ...] | Non
                 options=settings.vllm,
             )
         )
+    from asyncrl.generators.shared import SharedTorchGenerator
     from asyncrl.generators.torch_engine import TorchEngine
     from asyncrl.generators.torch_generator import TorchGenerator
 
-    return TorchGenerator(
-        TorchEngine(
-            model_path,
-            slots=settings.slots,
-            max_sequence=longest_sequence(config),
-            dtype=config.model.dtype,
-            device=settings.device,
-            deterministic=config.run.deterministic,
-            threads=settings.threads,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+    engine = TorchEngine(
+        model_path if shared is None else shared.model,
+        slots=settings.slots,
+        max_sequence=longest_sequence(config),
+        dtype=config.model.dtype,
+        device=settings.device if shared is None else shared.device,
+        deterministic=config.run.deterministic,
+        threads=settings.threads,
+        tokenizer=model_path,
+        trust_remote_code=config.model.trust_remote_code,
+        asleep=shared is not None,
     )
+    return TorchGenerator(engine) if shared is None else SharedTorchGenerator(engine, shared)
 
 
 def longest_sequence(config: Config) -> int:

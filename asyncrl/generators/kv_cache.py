@@ -1,7 +1,8 @@
 """Keys and values in fixed slots, behind the ``Cache`` interface of transformers.
 
 Invariants:
-- Memory is allocated once: a pair of tensors a layer, (slots, kv_heads, max_sequence, head_dim).
+- Memory is a pair of tensors a layer, (slots, kv_heads, max_sequence, head_dim). It is held from the start,
+  but for the time between ``release`` and ``allocate``, in which nothing may run.
 - Each row is written at its own position. What lies beyond a row's position is never read, but
   has to be finite, since a masked score is multiplied by it: memory starts as zeros.
 - A forward pass sees the slots through a view: ``PrefillView`` for many tokens of fresh rows,
@@ -31,20 +32,41 @@ class SlotKV:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        def zeros(heads: int, width: int, *lead: int) -> torch.Tensor:
-            return torch.zeros((*lead, slots, heads, max_sequence, width), dtype=dtype, device=device)
+        self._shapes = [shape for pair in shapes for shape in pair]
+        self._slots = slots
+        self._dtype = dtype
+        self._device = device
+        self._blocks: list[torch.Tensor] = []
+        self.layers: list[TensorPair] = []
+        self.max_sequence = max_sequence
+        self.allocate()
 
-        flat = [shape for pair in shapes for shape in pair]
+    def allocate(self) -> None:
+        """Take the memory, as zeros; no effect where it is held already."""
+        if self._blocks:
+            return
+
+        def zeros(heads: int, width: int, *lead: int) -> torch.Tensor:
+            shape = (*lead, self._slots, heads, self.max_sequence, width)
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+        flat = self._shapes
         # Rows move in as few operations as possible: layers of one shape share one tensor.
         self._blocks = (
             [zeros(*flat[0], len(flat))] if len(set(flat)) == 1 else [zeros(*shape, 1) for shape in flat]
         )
         tensors = [tensor for block in self._blocks for tensor in block.unbind(0)]
-        self.layers: list[TensorPair] = list(zip(tensors[0::2], tensors[1::2], strict=True))
-        self.max_sequence = max_sequence
+        self.layers = list(zip(tensors[0::2], tensors[1::2], strict=True))
+
+    def release(self) -> int:
+        """Give the memory back, with all that was kept in it; its bytes."""
+        freed = self.nbytes
+        self._blocks, self.layers = [], []
+        return freed
 
     @property
     def nbytes(self) -> int:
+        """Bytes held now."""
         return sum(block.nbytes for block in self._blocks)
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
+from asyncrl.generators.base import Asleep, GeneratorStatistics, KVAfterSwap
 from asyncrl.rollout import GroupRequest, RolloutHost
 from asyncrl.snapshot import Snapshot
 from asyncrl.types import Float32Array, GroupMeta
@@ -45,6 +45,12 @@ class LocalReplica:
 
     async def swap(self, version: int, *, in_flight: bool, kv: KVAfterSwap) -> WeightEcho:
         return await self._host.engine.swap(version, in_flight=in_flight, kv=kv)
+
+    async def sleep(self) -> Asleep:
+        return await self._host.sleep()
+
+    async def wake(self) -> None:
+        await self._host.wake()
 
     async def score(self, token_ids: Sequence[int]) -> Float32Array:
         return await self._host.engine.score(token_ids)

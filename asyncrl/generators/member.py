@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 from asyncrl.errors import GeneratorError, InfrastructureError
-from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
+from asyncrl.generators.base import Asleep, GeneratorStatistics, KVAfterSwap
 from asyncrl.rollout import GroupRequest
 from asyncrl.snapshot import GroupKey, Snapshot
 from asyncrl.types import Float32Array, GroupMeta
@@ -61,6 +61,14 @@ class Replica(Protocol):
     async def receive(self, version: int) -> None: ...
 
     async def swap(self, version: int, *, in_flight: bool, kv: KVAfterSwap) -> WeightEcho: ...
+
+    async def sleep(self) -> Asleep:
+        """Stop between two tokens and give up the memory that only sampling needs; groups wait."""
+        ...
+
+    async def wake(self) -> None:
+        """Go on with all groups, by the weights of now."""
+        ...
 
     async def score(self, token_ids: Sequence[int]) -> Float32Array:
         """Log-probs (T - 1,) of tokens 1, 2, ... of T by the live weights, at temperature 1."""

@@ -9,6 +9,7 @@ Invariants:
 - A restarted replica takes work only once the publisher has let it in at a version.
 - ``live_version`` is the oldest version among the replicas that take new work.
 - Work that is to run alone waits for a replica to empty itself, and keeps others off it meanwhile.
+- While the replicas sleep no time passes for the groups that they have.
 - Work that finds no live replica waits as long as one is being restarted; with none left it raises
   NoGeneratorError.
 """
@@ -22,13 +23,13 @@ from operator import attrgetter
 from typing import Any
 
 from asyncrl.errors import GeneratorError, LostGroupError, NoGeneratorError, VersionGoneError
-from asyncrl.generators.base import GeneratorStatistics
+from asyncrl.generators.base import Asleep, GeneratorStatistics
 from asyncrl.generators.member import Member, Replica, State
 from asyncrl.rollout import GroupRequest
 from asyncrl.snapshot import Salvage, key_of
 from asyncrl.timeline import NoTimeline, Timeline
 from asyncrl.types import GroupMeta, Metrics
-from asyncrl.waiting import Signal
+from asyncrl.waiting import Deadlines, Signal
 
 __all__ = ["GeneratorPool", "Member", "Replica"]
 
@@ -74,6 +75,7 @@ class GeneratorPool:
         self._health_every_s = health_every_s
         self._health_timeout_s = health_timeout_s
         self._newest = 0
+        self._limits = Deadlines()
 
     # Who is there.
 
@@ -158,7 +160,7 @@ class GeneratorPool:
         member.outstanding_tokens += tokens
         member.groups.add(key)
         try:
-            async with asyncio.timeout(limit_s):
+            async with self._limits.timeout(limit_s):
                 outcome = await member.call(member.replica.run_group(request, payload))
         except TimeoutError:
             why = f"{member.name} did not answer for {request.task.uid} in {limit_s:g} s"
@@ -235,6 +237,18 @@ class GeneratorPool:
             if member.state == "joining" and member.life:
                 log.warning("%s is back, at version %d", member.name, version)
             member.let_in(version)
+
+    async def sleep(self) -> list[Asleep]:
+        """Have all replicas sleep, with the groups that they have. GeneratorError when one dies of it."""
+        members = self.receivers
+        self._limits.pause()
+        return await asyncio.gather(*(m.call(m.replica.sleep()) for m in members))
+
+    async def wake(self) -> None:
+        """Have all replicas go on. GeneratorError when one dies of it."""
+        members = self.receivers
+        await asyncio.gather(*(m.call(m.replica.wake()) for m in members))
+        self._limits.resume()
 
     # Life and death.
 

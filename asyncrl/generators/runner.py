@@ -28,7 +28,7 @@ CausalLM = Any
 """A ``transformers.PreTrainedModel`` with a language modelling head (transformers is untyped)."""
 
 
-def resolve_device(name: DeviceName) -> torch.device:
+def resolve_device(name: DeviceName | torch.device) -> torch.device:
     """``auto`` prefers CUDA, then MPS, then the CPU."""
     if name != "auto":
         return torch.device(name)

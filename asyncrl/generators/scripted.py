@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from asyncrl.errors import GeneratorError
-from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
+from asyncrl.generators.base import Asleep, GeneratorStatistics, KVAfterSwap
 from asyncrl.generators.draws import draw_stream
 from asyncrl.generators.requests import whole_answer
 from asyncrl.types import Completion, FinishReason, Float32Array, GenerationRequest, Int32Array
@@ -125,7 +125,11 @@ class ScriptedGenerator:
     receive_s: float = 0.0
     swap_s: float = 0.0
     recompute_s: float = 0.0
-    """Longer pause of a swap that recomputes keys and values with sequences running."""
+    """Longer pause of a swap, or of waking, that recomputes keys and values with sequences running."""
+    shared: bool = False
+    """Its weights are a learner's: it starts asleep, receives nothing, and swaps asleep alone."""
+    sleep_s: float = 0.0
+    wake_s: float = 0.0
     checksum: Callable[[int], str] = lambda version: f"scripted-{version}"
     """What this receiver echoes; give a wrong one to script a damaged push."""
     score_s: float = 0.0
@@ -145,6 +149,8 @@ class ScriptedGenerator:
         self._holds = 0
         """Reasons to stand still: pause() and swaps under way."""
         self._paused = False
+        self.asleep = self.shared
+        self._holds += self.asleep
         self._drained: asyncio.Future[None] | None = None
         """Set while a swap waits for the running sequences; admits none meanwhile."""
         self._swap_lock = asyncio.Lock()
@@ -255,13 +261,16 @@ class ScriptedGenerator:
         """Stands still for ``swap_s``; the next token is of ``version``."""
         async with self._swap_lock:
             self._advance()
-            if self._staged != version:
+            if self.shared and not self.asleep:
+                raise GeneratorError(f"swap to version {version} of shared weights while awake")
+            if not self.shared and self._staged != version:
                 raise GeneratorError(f"swap to version {version}, but {self._staged} was received last")
             if version < self.live_version:
                 raise GeneratorError(f"swap to version {version}, but {self.live_version} is live already")
             if not in_flight and self._running:
                 await self._drain()
-            pause = self.swap_s + (self.recompute_s if kv == "recompute" and self._running else 0.0)
+            recompute = kv == "recompute" and self._running and not self.asleep
+            pause = self.swap_s + (self.recompute_s if recompute else 0.0)
             self._holds += 1
             self._reschedule()
             try:
@@ -275,6 +284,27 @@ class ScriptedGenerator:
                 self._holds -= 1
                 self._reschedule()
         return WeightEcho(version, self.checksum(version), pause_s=pause, receive_s=self.receive_s)
+
+    async def sleep(self) -> Asleep:
+        """Takes ``sleep_s``, in which it stands still already."""
+        self._advance()
+        self._holds += not self.asleep
+        self.asleep = True
+        self._reschedule()
+        await asyncio.sleep(self.sleep_s)
+        await self._thaw()
+        return Asleep(sequences=len(self._running), freed_bytes=0)
+
+    async def wake(self) -> None:
+        """Takes ``wake_s``, and ``recompute_s`` more with sequences running."""
+        if not self.asleep:
+            return
+        await asyncio.sleep(self.wake_s + (self.recompute_s if self._running else 0.0))
+        await self._thaw()
+        self._advance()
+        self._holds -= 1
+        self.asleep = False
+        self._reschedule()
 
     async def _drain(self) -> None:
         self._drained = asyncio.get_running_loop().create_future()

@@ -5,11 +5,16 @@ Invariants:
   aborts, pauses, swaps. It waits on a condition and never polls.
 - Every request ends once: with its completion, by its caller's cancellation, or with an error. When
   the thread fails, all that wait fail with its traceback.
-- ``live_version`` changes only in ``swap_staged``, between two tokens of every sequence at once.
+- ``live_version`` changes only in ``swap_staged``, between two tokens of every sequence at once, or in
+  ``relabel``, asleep.
+- Asleep it samples nothing and holds no keys and values, but everything else of its sequences: they go on
+  from their last token once it wakes, with keys and values computed anew.
 - With ``deterministic`` a sequence's bits depend on its request and the weights alone: not on what
   runs beside it, nor on its row. (One machine, dtype and number of threads.)
 
-Weights travel elsewhere: something fills ``stage()`` and then calls ``swap_staged``.
+Weights travel elsewhere: something fills ``stage()`` and then calls ``swap_staged``. Or they do not travel,
+because another owner of the same parameters changes them while the engine sleeps, and then ``relabel`` says
+which version they are.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ import torch
 
 from asyncrl.config import Dtype
 from asyncrl.errors import ConfigError, DeadlineError, GeneratorError, RolloutError
-from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
+from asyncrl.generators.base import Asleep, GeneratorStatistics, KVAfterSwap
 from asyncrl.generators.continuous_batch import Admission, ContinuousBatch, Ended, fixed_rows
 from asyncrl.generators.requests import check_request, check_scored, nothing_sampled, whole_answer
 from asyncrl.generators.runner import CausalLM, DeviceName, ModelRunner, load_model, resolve_device
@@ -67,7 +72,8 @@ class TorchEngine:
 
     ``slots`` sequences run at once, each of at most ``max_sequence`` tokens, prompt included.
     ``dtype`` applies to a path; a loaded model keeps its own, belongs to the engine from then on,
-    and needs ``tokenizer`` for requests with stop strings. ``threads`` is for the CPU.
+    and needs ``tokenizer`` (or its path) for requests with stop strings. ``threads`` is for the CPU.
+    ``asleep``: start so, and take no memory for keys and values before ``wake``.
     """
 
     def __init__(
@@ -77,11 +83,12 @@ class TorchEngine:
         slots: int,
         max_sequence: int,
         dtype: Dtype = "float32",
-        device: DeviceName = "auto",
+        device: DeviceName | torch.device = "auto",
         deterministic: bool = False,
         threads: int = 1,
         tokenizer: Any = None,
         trust_remote_code: bool = False,
+        asleep: bool = False,
     ) -> None:
         for name, value in (("slots", slots), ("max_sequence", max_sequence), ("threads", threads)):
             if value < 1:
@@ -114,6 +121,7 @@ class TorchEngine:
         self._closing = False
         self._fault: str | None = None
         # Written by the decode thread alone.
+        self._asleep = asleep
         self._paused_at: float | None = None
         self._busy_s = 0.0
         self._slot_s = 0.0
@@ -153,6 +161,8 @@ class TorchEngine:
                 self._tokenizer = str(path)  # loaded when first needed: its import takes seconds
         rows = fixed_rows(self._slots) if self._deterministic else self._slots
         runner = ModelRunner(self._model, slots=rows, max_sequence=self._max_sequence, device=self._device)
+        if self._asleep:
+            runner.kv.release()
         self._runner = runner
         self._vocab_size = runner.vocab_size
         self._weights = DoubleBufferedWeights(self._model)
@@ -267,6 +277,35 @@ class TorchEngine:
     async def resume(self) -> None:
         self._require_running()
         await self._order(self._go_on)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of keys and values that is held now."""
+        return self._runner.kv.nbytes if self._runner is not None else 0
+
+    async def sleep(self) -> Asleep:
+        """Stop between two tokens and free the keys and values; what it holds of its sequences stays.
+
+        Requests are taken, aborted and scored as before, but nothing is sampled before ``wake``.
+        """
+        self._require_running()
+        return await self._order(self._fall_asleep)
+
+    async def wake(self) -> None:
+        """Compute the keys and values of all running sequences by the weights of now, and go on.
+
+        No effect on an engine that is awake.
+        """
+        self._require_running()
+        await self._order(self._wake_up)
+
+    async def relabel(self, version: int) -> None:
+        """The weights, which another owner has changed in place, are those of ``version``; only asleep.
+
+        Nothing that older weights computed is left: keys and values, shared ones included, are gone.
+        """
+        self._require_running()
+        await self._order(lambda: self._relabel(version))
 
     def live_weights(self) -> dict[str, torch.Tensor]:
         """The tensors that the model computes with, by Hugging Face parameter name; only to read."""
@@ -458,6 +497,35 @@ class TorchEngine:
             self._full_tokens += running
         return True
 
+    def _fall_asleep(self) -> Asleep:
+        assert self._runner is not None
+        assert self._batch is not None
+        self._asleep = True
+        return Asleep(sequences=self._batch.running, freed_bytes=self._runner.kv.release())
+
+    def _wake_up(self) -> None:
+        assert self._runner is not None
+        assert self._batch is not None
+        if not self._asleep:
+            return
+        self._runner.kv.allocate()
+        if self._batch.running:
+            self._batch.recompute()
+        self._asleep = False
+
+    def _relabel(self, version: int) -> None:
+        assert self._batch is not None
+        if not self._asleep:
+            raise GeneratorError(
+                f"the weights became version {version} while the engine was awake: expected it asleep"
+            )
+        if version < self._batch.live_version:
+            raise GeneratorError(
+                f"relabelled as version {version}, but {self._batch.live_version} is live already"
+            )
+        self._batch.live_version = version
+        self._swaps += 1
+
     def _stand_still(self) -> None:
         if self._paused_at is None:
             self._paused_at = time.monotonic()
@@ -470,11 +538,13 @@ class TorchEngine:
     def _can_step(self) -> bool:
         assert self._batch is not None
         draining = self._swap is not None and not self._swap.in_flight
-        return self._paused_at is None and (self._batch.running > 0 or (bool(self._waiting) and not draining))
+        still = self._asleep or self._paused_at is not None
+        return not still and (self._batch.running > 0 or (bool(self._waiting) and not draining))
 
     def _swap_is_due(self) -> bool:
         assert self._batch is not None
-        return self._swap is not None and (self._swap.in_flight or self._batch.running == 0)
+        due = self._swap is not None and (self._swap.in_flight or self._batch.running == 0)
+        return due and not self._asleep  # it may have to compute keys and values
 
     def _perform(self, swap: _Swap) -> None:
         assert self._batch is not None

@@ -26,6 +26,8 @@ from asyncrl.weight_sync.base import AdapterSpec, Channel, Manifest, PushGroupSp
 if TYPE_CHECKING:
     import torch
 
+    from asyncrl.weight_sync.sharing import SharedModel
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
@@ -168,6 +170,13 @@ class LearnerRank(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full fp32 (or bf16) parameters by Hugging Face name; collective for ZeRO-3."""
+        ...
+
+    def share(self) -> SharedModel:
+        """A model for an engine in this process, over the parameters that this rank trains.
+
+        Not with ZeRO-3 or adapters, where no whole weights lie in memory.
+        """
         ...
 
     def export(self, folder: Path) -> None:

@@ -32,6 +32,7 @@ from asyncrl.algorithms.names import is_path
 from asyncrl.algorithms.registry import user_advantage
 from asyncrl.checkpoint.files import FileEntry
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection, ReferenceSection
+from asyncrl.errors import InvariantError
 from asyncrl.learners.advantages import batch_wide, from_user
 from asyncrl.learners.base import LearnerInfo, MiniBatch, RankStep, StepResult, TrainSample, finite
 from asyncrl.learners.collate import MicroBatch, collate
@@ -47,6 +48,7 @@ from asyncrl.learners.schedule import learning_rate
 from asyncrl.learners.weights import PolicyWeights
 from asyncrl.types import Float32Array
 from asyncrl.weight_sync.base import AdapterSpec, TensorSpec
+from asyncrl.weight_sync.sharing import SharedModel
 from asyncrl.weight_sync.verify import state_checksum
 
 log = logging.getLogger(__name__)
@@ -328,6 +330,11 @@ class DeepSpeedLearner:
 
     def shards(self, bucket: Sequence[TensorSpec]) -> list[Tensor]:
         return self._weights.shards(bucket)
+
+    def share(self) -> SharedModel:
+        if self._settings.zero_stage == 3 or self._adapter is not None:
+            raise InvariantError("asked to share weights that lie in parts: config checks refuse that")
+        return SharedModel(self._engine.module)
 
     def checksum(self) -> str:
         """Checksum of the full parameters; collective for ZeRO-3, the same on every rank."""

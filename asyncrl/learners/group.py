@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import ray
 from asyncrl.checkpoint.files import FileEntry
 from asyncrl.config import Config
 from asyncrl.errors import StalenessError
-from asyncrl.learners.base import LearnerInfo, PushReport, StepResult
+from asyncrl.learners.base import LearnerInfo, LearnerRank, PushReport, StepResult
 from asyncrl.learners.packing import RankPlan, plan_step
 from asyncrl.learners.ranks import STATE_LANE, RayRanks, free_port
 from asyncrl.learners.samples import SentGroup, rank_step, sent_groups
@@ -46,8 +46,11 @@ class LearnerActor:
         host: str,
         cores: tuple[int, ...] | None,
         folder: str,
+        started: Callable[[LearnerRank], None] = lambda rank: None,
     ) -> None:
+        """``started`` hears of the rank once it stands."""
         pin_process(cores)
+        self._started = started
         self._config = config
         self._model_path = model_path
         self._rank = rank
@@ -76,6 +79,7 @@ class LearnerActor:
             sharded=settings.zero_stage == 3,
             overlap=sync.overlap,
         )
+        self._started(self._learner)
         if self._rank != 0:
             return info
         self._store = create_store(self._host, self._config.weight_sync.timeout_s)
@@ -129,30 +133,28 @@ class LearnerActor:
 _RemoteLearner: Any = ray.remote(concurrency_groups={_PUSH_LANE: 1, STATE_LANE: 1})(LearnerActor)
 
 
-class RayLearner:
-    """The ranks as one ``Learner``. Deaths and timeouts of a rank are LearnerErrors."""
-
-    def __init__(
-        self,
-        config: Config,
-        model_path: str,
-        *,
-        host: str,
-        cores: list[tuple[int, ...] | None],
-        gpus: int,
-    ) -> None:
-        self._config = config
-        self._host = host
-        self._push_lane = _PUSH_LANE if config.weight_sync.overlap else None
-        self._ranks = RayRanks(
-            "learner",
-            [
-                _RemoteLearner.options(**actor_options(gpus)).remote(
-                    config, model_path, rank, host, cores[rank], str(Path.cwd())
-                )
-                for rank in range(config.learner.ranks)
-            ],
+def learner_actors(
+    config: Config, model_path: str, *, host: str, cores: Sequence[tuple[int, ...] | None], gpus: int
+) -> list[Any]:
+    """A Ray actor for each rank, with ``gpus`` GPUs; ranks meet on ``host``."""
+    return [
+        _RemoteLearner.options(**actor_options(gpus)).remote(
+            config, model_path, rank, host, cores[rank], str(Path.cwd())
         )
+        for rank in range(config.learner.ranks)
+    ]
+
+
+class RayLearner:
+    """The ranks as one ``Learner``. Deaths and timeouts of a rank are LearnerErrors.
+
+    ``actors`` and ``handles`` are those of ``RayRanks``, a rank each.
+    """
+
+    def __init__(self, config: Config, actors: Sequence[Any], handles: Sequence[Any] = ()) -> None:
+        self._config = config
+        self._push_lane = _PUSH_LANE if config.weight_sync.overlap else None
+        self._ranks = RayRanks("learner", actors, handles)
 
     async def start(self) -> LearnerInfo:
         infos = await self._ranks.start(self._config.learner.start_timeout_s)

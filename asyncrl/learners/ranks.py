@@ -35,10 +35,12 @@ class RayRanks:
     """``actors`` in the order of their ranks; ``name`` is their section of the config.
 
     Every actor has ``free_port()``, ``start(port)`` and ``close()``, and the three calls for its state.
+    ``handles``: the Ray actors that end with them, where ``actors`` are only what they are called by.
     """
 
-    def __init__(self, name: str, actors: Sequence[Any]) -> None:
+    def __init__(self, name: str, actors: Sequence[Any], handles: Sequence[Any] = ()) -> None:
         self.actors = tuple(actors)
+        self._handles = tuple(handles) or self.actors
         self._name = name
 
     def __len__(self) -> int:
@@ -94,5 +96,5 @@ class RayRanks:
             async with asyncio.timeout(_CLOSE_S):
                 await self.all("close")
         finally:
-            for actor in self.actors:
-                ray.kill(actor)
+            for handle in self._handles:
+                ray.kill(handle)

@@ -140,6 +140,16 @@ BAD_INPUTS = [
         ("runs/mine", "another run.name", "delete the folder"),
         files={"runs/mine/metrics.jsonl": "{}\n"},
     ),
+    BadInput(
+        "colocated with unequal counts",
+        ("generators.replicas: found 1 with learner.ranks 2",),
+        ("placement.mode=colocated", "schedule.pipeline_depth=0", "learner.ranks=2"),
+    ),
+    BadInput(
+        "colocated with parameters in parts",
+        ("learner.zero_stage: found 3", "at most 2"),
+        ("placement.mode=colocated", "schedule.pipeline_depth=0", "learner.zero_stage=3"),
+    ),
     BadInput("a core that is not there", ("generators.cpu_cores", "7777"), ("generators.cpu_cores=[7777]",)),
 ]
 

@@ -17,14 +17,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("train")
 
 
-def test_synchronous_runs_end_with_equal_bits_whatever_the_bound_and_the_replicas(folder: Path) -> None:
+def test_synchronous_runs_end_with_equal_bits_whatever_bound_replicas_and_placement(folder: Path) -> None:
     one = finish(folder, *SYNC, "schedule.max_staleness=0", name="sync-a")
-    other = finish(folder, *SYNC, "schedule.max_staleness=3", "generators.replicas=2", name="sync-b")
-    checksums = [run.metrics[-1]["model/checksum"] for run in (one, other)]
-    assert checksums[0] == checksums[1]
-    assert [line["reward/mean"] for line in one.metrics[1:]] == [
-        line["reward/mean"] for line in other.metrics[1:]
+    others = [
+        finish(folder, *SYNC, "schedule.max_staleness=3", "generators.replicas=2", name="sync-b"),
+        finish(folder, *SYNC, "schedule.max_staleness=0", "placement.mode=colocated", name="sync-colocated"),
     ]
+    checksums = [run.metrics[-1]["model/checksum"] for run in (one, *others)]
+    assert len(set(checksums)) == 1
+    for other in others:
+        assert [line["reward/mean"] for line in one.metrics[1:]] == [
+            line["reward/mean"] for line in other.metrics[1:]
+        ]
     assert checksums[0] in one.text, "the summary names the checksum"
     seeded = finish(folder, *SYNC, "schedule.max_staleness=0", "run.seed=1", name="sync-c")
     assert seeded.metrics[-1]["model/checksum"] != checksums[0]

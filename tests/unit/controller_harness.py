@@ -17,6 +17,7 @@ from asyncrl.generators.pool import GeneratorPool
 from asyncrl.generators.scripted import ScriptedGenerator
 from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.ledger import Retired
+from asyncrl.pushes import Publisher
 from asyncrl.roles.annotator import Annotator
 from asyncrl.roles.base import Role
 from asyncrl.roles.moving import MovingReference
@@ -24,8 +25,10 @@ from asyncrl.roles.reward_group import RewardModelGroup
 from asyncrl.rollout import RolloutHost, Score
 from asyncrl.run import make_canary
 from asyncrl.simulate.clock import run_virtual
+from asyncrl.turns import ColocatedTurns, NoTurns, Turns
 from asyncrl.types import Metrics, ReadyGroup, Task
 from asyncrl.weight_sync.publish import WeightPublisher
+from asyncrl.weight_sync.relabel import RelabelPublisher
 
 BASE = {
     "model": {"path": "none"},
@@ -146,17 +149,27 @@ def run(
             health_every_s=settings.generators.health_every_s,
             health_timeout_s=settings.generators.health_timeout_s,
         )
-        publisher = WeightPublisher(
-            learner,
-            pool,
-            backend="gloo",
-            bucket_bytes=1 << 20,
-            timeout_s=settings.weight_sync.timeout_s,
-            in_flight=settings.schedule.in_flight_updates,
-            kv=settings.schedule.kv_after_swap,
-            canary=make_canary(settings, map(Stream().task, count())),
-            clock=loop.time,
-        )
+        canary = make_canary(settings, map(Stream().task, count()))
+        timeout_s = settings.weight_sync.timeout_s
+        turns: Turns = NoTurns()
+        publisher: Publisher
+        if settings.placement.mode == "colocated":
+            turns = ColocatedTurns(pool, timeout_s=timeout_s)
+            publisher = RelabelPublisher(
+                learner, pool, turns, timeout_s=timeout_s, canary=canary, clock=loop.time
+            )
+        else:
+            publisher = WeightPublisher(
+                learner,
+                pool,
+                backend="gloo",
+                bucket_bytes=1 << 20,
+                timeout_s=timeout_s,
+                in_flight=settings.schedule.in_flight_updates,
+                kv=settings.schedule.kv_after_swap,
+                canary=canary,
+                clock=loop.time,
+            )
         evaluator = Evaluator(pool, eval_tasks, settings, reward_model)
         annotator = Annotator(roles, reward_model)
         reference = next((role for role in roles if isinstance(role, MovingReference)), None)
@@ -170,6 +183,7 @@ def run(
             log,
             annotator=annotator,
             reference=reference,
+            turns=turns,
         )
         log.check = controller.ledger.check
         outcome = Outcome(None, log, learner, generators, controller)  # type: ignore[arg-type]

@@ -68,6 +68,16 @@ def test_the_ppo_quickstart_differs_from_the_quickstart_in_algorithm_and_critic_
     assert other == quickstart
 
 
+def test_the_colocated_quickstart_differs_from_the_quickstart_in_what_shares_cores_alone() -> None:
+    quickstart, other = blocks("quickstart.yaml"), blocks("colocated.yaml")
+    assert other.pop("placement") == {"mode": "colocated"}
+    assert other["schedule"].pop("kv_after_swap") == "recompute"
+    for section in ("generators", "learner"):
+        assert len(quickstart[section].pop("cpu_cores")) == 1
+        assert other[section].pop("threads") == 2
+    assert other == quickstart
+
+
 def test_the_gsm8k_configs_differ_in_the_schedule_alone() -> None:
     overlapped, synchronous = blocks("gsm8k-qwen-async.yaml"), blocks("gsm8k-qwen-sync.yaml")
     assert overlapped.pop("schedule") != synchronous.pop("schedule")

@@ -24,12 +24,19 @@ VOCAB = 48
 DEADLINE_S = 15.0
 
 
-def tiny_llama(seed: int = 0, *, kv_heads: int = 2, tied: bool = False, **options: Any) -> LlamaForCausalLM:
-    options = {"vocab_size": VOCAB, "eos_token_id": None, "bos_token_id": None, **options}
+def tiny_llama(
+    seed: int = 0, *, kv_heads: int = 2, tied: bool = False, layers: int = 2, **options: Any
+) -> LlamaForCausalLM:
+    options = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        **options,
+    }
     config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
         max_position_embeddings=128,

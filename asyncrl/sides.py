@@ -1,0 +1,113 @@
+"""Generators and learner of a run, and what passes weights and turns between them.
+
+Invariants:
+- Nothing outside knows whether the two share processes: all four parts are behind their Protocols.
+- Actors are created here, and nothing is asked of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.colocated import build_colocated
+from asyncrl.config import Config
+from asyncrl.generators.actor import RayReplica, generator_actor
+from asyncrl.generators.pool import GeneratorPool
+from asyncrl.learners.base import Learner
+from asyncrl.learners.group import RayLearner, learner_actors
+from asyncrl.placement import Placement, deal_cores
+from asyncrl.pushes import Publisher
+from asyncrl.timeline import Timeline
+from asyncrl.turns import ColocatedTurns, NoTurns, Turns
+from asyncrl.weight_sync.canary import Canary
+from asyncrl.weight_sync.publish import WeightPublisher
+from asyncrl.weight_sync.relabel import RelabelPublisher
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Generators and learner, and what passes weights and turns between them."""
+
+    pool: GeneratorPool
+    policy: Learner
+    publisher: Publisher
+    turns: Turns
+
+
+def build_sides(
+    config: Config, model_path: str, placement: Placement, canary: Canary | None, timeline: Timeline
+) -> Sides:
+    """Create the actors of both sides, as ``placement.mode`` says; nothing runs yet."""
+    build = _colocated if config.placement.mode == "colocated" else _split
+    return build(config, model_path, placement, canary, timeline)
+
+
+def _split(
+    config: Config, model_path: str, placement: Placement, canary: Canary | None, timeline: Timeline
+) -> Sides:
+    """A process for each generator and each learner rank."""
+    generators, settings, sync = config.generators, config.learner, config.weight_sync
+    names = _names(config)
+    cores = dict(zip(names, deal_cores(generators.cpu_cores, len(names)), strict=True))
+
+    def make_replica(name: str) -> RayReplica:
+        actor = generator_actor(config, model_path, cores=cores[name], gpus=placement.generator_gpus)
+        return RayReplica(name, config, actor)
+
+    pool = GeneratorPool(
+        [make_replica(name) for name in names],
+        restart=make_replica,
+        max_restarts=generators.max_restarts,
+        health_every_s=generators.health_every_s,
+        health_timeout_s=generators.health_timeout_s,
+        timeline=timeline,
+    )
+    actors = learner_actors(
+        config,
+        model_path,
+        host=placement.host,
+        cores=deal_cores(settings.cpu_cores, settings.ranks),
+        gpus=placement.learner_gpus,
+    )
+    learner = RayLearner(config, actors)
+    publisher = WeightPublisher(
+        learner,
+        pool,
+        backend=placement.push_backend if sync.backend == "auto" else sync.backend,
+        bucket_bytes=sync.bucket_bytes,
+        timeout_s=sync.timeout_s,
+        in_flight=config.schedule.in_flight_updates,
+        kv=config.schedule.kv_after_swap,
+        canary=canary,
+    )
+    return Sides(pool, learner, publisher, NoTurns())
+
+
+def _colocated(
+    config: Config, model_path: str, placement: Placement, canary: Canary | None, timeline: Timeline
+) -> Sides:
+    """A process for each generator with its learner rank. None is restarted: a rank would be missing."""
+    generators, timeout_s = config.generators, config.weight_sync.timeout_s
+    names = _names(config)
+    replicas, learner = build_colocated(
+        config,
+        model_path,
+        names,
+        host=placement.host,
+        cores=deal_cores(generators.cpu_cores, len(names)),
+        gpus=placement.learner_gpus,
+    )
+    pool = GeneratorPool(
+        replicas,
+        max_restarts=0,
+        health_every_s=generators.health_every_s,
+        health_timeout_s=generators.health_timeout_s,
+        timeline=timeline,
+    )
+    turns = ColocatedTurns(pool, timeout_s=timeout_s)
+    publisher = RelabelPublisher(learner, pool, turns, timeout_s=timeout_s, canary=canary)
+    return Sides(pool, learner, publisher, turns)
+
+
+def _names(config: Config) -> list[str]:
+    return [f"generator {i}" for i in range(config.generators.replicas)]

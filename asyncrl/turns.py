@@ -1,0 +1,105 @@
+"""Whose turn it is, where generators and learner share their devices.
+
+A turn of the generators ends when a batch is ready: they fall asleep, with their keys and values freed and
+their unfinished answers kept. The learner's turn is one update, and ends with the version that it made: the
+generators wake at it, and the unfinished answers go on under the new weights.
+
+Invariants:
+- Never both: no update runs unless all generators sleep, and they sample nothing while one runs.
+- No turn is taken from a running evaluation: it is of one version, and an update would change that.
+- Every change of turn has a deadline, ``weight_sync.timeout_s``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Literal, Protocol
+
+from asyncrl.generators.base import Asleep
+from asyncrl.generators.pool import GeneratorPool
+from asyncrl.types import Metrics
+from asyncrl.waiting import now
+from asyncrl.weight_sync.together import together
+
+
+class Turns(Protocol):
+    """What the controller asks before and after each update."""
+
+    async def to_learner(self, evaluated: Callable[[], Awaitable[None]]) -> None:
+        """Return once the learner may work: ``evaluated`` has returned, and the generators sleep.
+
+        Raises what ``evaluated`` raises, GeneratorError, or PushTimeoutError.
+        """
+        ...
+
+    async def to_generators(self) -> None:
+        """Return once the generators may sample. Raises GeneratorError or PushTimeoutError."""
+        ...
+
+    def take_metrics(self) -> Metrics:
+        """Figures since the last call."""
+        ...
+
+
+class NoTurns:
+    """For sides on devices of their own: each may always work."""
+
+    async def to_learner(self, evaluated: Callable[[], Awaitable[None]]) -> None:
+        """At once."""
+
+    async def to_generators(self) -> None:
+        """At once."""
+
+    def take_metrics(self) -> Metrics:
+        return {}
+
+
+class ColocatedTurns:
+    """Puts all replicas of ``pool`` to sleep and wakes them, within ``timeout_s`` each time.
+
+    The first turn is the learner's: replicas start asleep.
+    """
+
+    def __init__(self, pool: GeneratorPool, *, timeout_s: float) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._whose: Literal["learner", "generators"] = "learner"
+        self._seconds = 0.0
+        self._carried_groups = 0
+        self._carried_samples = 0
+        self._freed_bytes = 0
+
+    async def to_learner(self, evaluated: Callable[[], Awaitable[None]]) -> None:
+        if self._whose == "learner":
+            return
+        await evaluated()
+        start = now()
+        groups = sum(len(member.groups) for member in self._pool.members)
+        asleep: list[Asleep]
+        (asleep,) = await together(self._timeout_s, "putting the generators to sleep", self._pool.sleep())
+        self._whose = "learner"
+        self._carried_groups += groups
+        self._carried_samples += sum(one.sequences for one in asleep)
+        self._freed_bytes = sum(one.freed_bytes for one in asleep)
+        self._seconds += now() - start
+
+    async def to_generators(self) -> None:
+        if self._whose == "generators":
+            return
+        start = now()
+        await together(self._timeout_s, "waking the generators", self._pool.wake())
+        self._whose = "generators"
+        self._seconds += now() - start
+
+    def take_metrics(self) -> Metrics:
+        """Seconds in which the turn changed hands, of which those of waking are part of the push's; groups
+        that were carried over an update, and answers of these that had begun; megabytes (2**20 bytes) of
+        keys and values that were free during the last update."""
+        metrics = {
+            "timing_s/turns": self._seconds,
+            "turns/carried_groups": float(self._carried_groups),
+            "turns/carried_samples": float(self._carried_samples),
+            "turns/kv_freed_mb": self._freed_bytes / 2**20,
+        }
+        self._seconds, self._carried_groups, self._carried_samples = 0.0, 0, 0
+        return metrics
