@@ -302,12 +302,10 @@ def test_a_run_has_one_length() -> None:
     lengths = [
         path
         for path, _ in _sections(Config)
-        if re.search(
-            r"(^|_)(epochs?|steps?|iterations?|episodes?|total)(_(?!timeout)|$)", path.split(".")[-1]
-        )
+        if re.search(r"(^|_)(epochs?|steps?|iterations|episodes|total)(_(?!timeout)|$)", path.split(".")[-1])
     ]
     of_parts = {"model.create.warm_start.steps", "learner.warmup_steps", "critic.warmup_steps"}
-    of_a_step = {"rollout.groups_per_step", "algorithm.epochs"}
+    of_a_step = {"rollout.groups_per_step", "algorithm.epochs", "learner.max_bad_steps"}
     assert set(lengths) - of_parts - of_a_step == {"run.steps"}
 
 
