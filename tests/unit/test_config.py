@@ -297,6 +297,18 @@ def test_every_field_is_documented() -> None:
     assert [path for path, field in _sections(Config) if not field.description] == []
 
 
+def test_a_run_has_one_length() -> None:
+    """Nothing beside ``run.steps`` says how long it is; the others are of parts of it."""
+    lengths = [
+        path
+        for path, _ in _sections(Config)
+        if re.search(r"(^|_)(epochs?|steps?|iterations|episodes|total)(_(?!timeout)|$)", path.split(".")[-1])
+    ]
+    of_parts = {"model.create.warm_start.steps", "learner.warmup_steps", "critic.warmup_steps"}
+    of_a_step = {"rollout.groups_per_step", "algorithm.epochs", "learner.max_bad_steps"}
+    assert set(lengths) - of_parts - of_a_step == {"run.steps"}
+
+
 LEAVES = [path for path, field in _sections(Config) if not isinstance(field.annotation, type(BaseModel))]
 JUNK = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 JUNK |= st.lists(st.integers(), max_size=2) | st.dictionaries(st.text(max_size=3), st.integers(), max_size=2)
