@@ -40,6 +40,7 @@ STATE_OF_STEP = RunState(
     elapsed_s=1.0,
     seed=0,
     data="",
+    models={},
     learner=True,
 )
 
