@@ -282,7 +282,7 @@ class Controller:
             self._observer.phase(f"evaluating version {version}")
             result = await self._pushes.evaluate(version)
             lines[-1].update(result)
-            if self._saver is not None:
+            if self._saver is not None and result["eval/policy_version"] == version:
                 await self._saver.note_evaluation(step, result)
         if lines:
             self._times.add_to(lines[-1])
@@ -319,7 +319,7 @@ class Controller:
         checksum = await within(timeout_s, "checksum of the parameters", setting, self._learner.checksum())
         # JSON holds it as text; every other figure of a line is a number.
         self._lines.last["model/checksum"] = checksum  # type: ignore[assignment]
-        if self._saver is not None:
+        if self._saver is not None and self.config.checkpoint.hf != "never":
             self._observer.phase("exporting the model")
             await within(timeout_s, "export of the model", setting, self._saver.export(self._groups.step))
         self._times.add_to(self._lines.last)

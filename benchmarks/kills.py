@@ -7,8 +7,9 @@
 First the run is made undisturbed. Then, with a checkpoint of every step, it is started again and again and
 gets SIGKILL each time: in turn while it starts, samples, updates, pushes and writes a checkpoint, at a moment
 drawn from ``--seed`` (``killed_run.py`` counts the phases). Where a run comes to its end before all kills are
-made, another one follows. At the end of each: every ordinal was retired exactly once, every step has one line,
-no lag was beyond the bound; with ``--deterministic`` the parameters have the bits of the undisturbed run's.
+made, another one follows. At the end of each: every ordinal was retired exactly once, every step has one
+line, no lag was beyond the bound; with ``--deterministic`` the parameters have the bits of the undisturbed
+run's.
 
 ``<out>/kills.json`` holds what was done. Started again with the same arguments, this goes on from there.
 """
