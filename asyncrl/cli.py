@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from asyncrl.errors import AsyncRLError, UsageError
+from asyncrl.stop_signals import Interrupted, StopSignals
 
 app = typer.Typer(
     help="Asynchronous reinforcement learning of language models with a staleness bound that holds.",
@@ -51,13 +52,13 @@ JsonFile = Annotated[
 @app.command()
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Run the config. Exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped by a signal."""
-    with _exit_codes():
+    with _exit_codes(), StopSignals() as signals:
         from asyncrl.config_load import load_config
 
         loaded = load_config(config, overrides or ())
         from asyncrl.run import train as run
 
-        raise typer.Exit(run(loaded))
+        raise typer.Exit(run(loaded, signals))
 
 
 @app.command()
@@ -188,6 +189,9 @@ def doctor(config: OptionalConfigFile = None, overrides: Overrides = None) -> No
 def _exit_codes() -> Iterator[None]:
     try:
         yield
+    except Interrupted as stop:
+        typer.echo(f"{stop}: ended before training began", err=True)
+        raise typer.Exit(stop.exit_code) from None
     except UsageError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

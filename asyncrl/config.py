@@ -669,11 +669,17 @@ class PlacementSection(Section):
 
 class CheckpointSection(Section):
     every: NonNegativeInt = 50
-    """Steps between checkpoints; 0: only after the last step, and when a signal ends the run."""
+    """Steps between checkpoints; 0: none between the first step and the last."""
+    at_end: bool = True
+    """Take one after the last step, and when a signal ends the run."""
     keep_last: PositiveInt = 2
     """How many of the newest are kept."""
     keep_best: bool = True
-    """Take one of every version that is evaluated, and keep the one with the best ``eval/reward_mean``."""
+    """Keep the weights of the version with the best ``eval/reward_mean``: every version that is evaluated
+    leaves its weights, without the optimizer's state, until its evaluation is known."""
+    hf: Literal["never", "last", "every"] = "last"
+    """Which of them hold the policy as a Hugging Face folder too. Training stands still while one is
+    written, so that by default it is the one that a run ends with."""
     resume: Annotated[str, Field(min_length=1)] = "auto"
     """auto: go on from the newest whole checkpoint in the run's folder, if there is one; never: refuse a
     folder that was used; a path, ``.../checkpoints/step_<N>``: go on from that one, of whichever run."""

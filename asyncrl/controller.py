@@ -21,8 +21,9 @@ from typing import Any, Protocol
 
 from asyncrl.alarms import LogprobAlarm
 from asyncrl.checkpoint.books import Books
+from asyncrl.checkpoint.compatibility import Origin
 from asyncrl.checkpoint.resume import Resumed
-from asyncrl.checkpoint.saver import Saver
+from asyncrl.checkpoint.saver import Kind, Saver
 from asyncrl.config import Config
 from asyncrl.credit import CreditAssignment
 from asyncrl.errors import BadStepsError, LostGroupError
@@ -140,7 +141,7 @@ class Controller:
             lines=self._lines,
             reference=reference,
             seed=config.run.seed,
-            data="" if saver is None else saver.data,
+            of=Origin("", {}) if saver is None else saver.of,
         )
         if resumed is not None:
             self._books.restore(resumed.state, resumed.ready)
@@ -160,6 +161,9 @@ class Controller:
         )
         self._alarm = LogprobAlarm.for_dtype(config.generators.logprob_diff_alarm, config.model.dtype)
         self._stopped_by: str | None = None
+        self._starting: asyncio.Task[Metrics | None] | None = None
+        self._keepers: list[asyncio.Task[None]] = []
+        """What keeps both sides at work while there is any."""
 
     # ------------------------------------------------------------------ the run
 
@@ -168,36 +172,32 @@ class Controller:
 
         Raises what ended the run, as the ExceptionGroup of the TaskGroup.
         """
-        self._books.started_at = now()
+        self._books.started_at = began = now()
         self._watchdog.made_progress("the start")
-        checksum = None
+        first_step, checksum = self._groups.step, None
+        before: Metrics | None = None
+        after: Metrics | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                keepers = await self._start_up(group)
-                after = before = await self._write_first_lines(group)
-                first_step, training_start = self._groups.step, now()
-                self._observer.phase("training")
-                pump = group.create_task(self._rollout_pump(group), name="rollout pump")
-                keepers.append(group.create_task(self._watchdog.watch(), name="watchdog"))
-                await self._train_pump(group)
+                self._starting = group.create_task(self._start_up(group), name="start")
                 if self._stopped_by is not None:
-                    await self._save(group, required=True)
-                for task in [pump, *self._groups.handles()]:
+                    self._starting.cancel()
+                await asyncio.wait([self._starting])
+                started = not self._starting.cancelled()
+                if started:
+                    after = before = self._starting.result()
+                    began = now()
+                    await self._train(group)
+                for task in self._keepers:
                     task.cancel()
-                if self._stopped_by is not None:
-                    self._lines.give_up_evaluations()
-                # Replicas may still be needed, and so restarted, for these.
-                await self._pushes.settled()
-                for task in keepers:
-                    task.cancel()
-            if self._groups.step:
+            if started and self._groups.step:
                 after, checksum = await self._finish()
         finally:
             self._lines.close()
         return Summary(
             steps=self._groups.step - first_step,
             policy_version=self.budget.version,
-            wall_s=now() - training_start,
+            wall_s=now() - began,
             eval_before=before,
             eval_after=after,
             checksum=checksum,
@@ -207,14 +207,43 @@ class Controller:
         )
 
     def request_stop(self, why: str) -> None:
-        """End after the running update: admission stops, unfinished rollouts are cancelled."""
-        if self._stopped_by is None:
-            self._stopped_by = why
-            log.warning("%s: ending after the running update", why)
-            self._groups.close()
+        """End after the running update: admission stops, unfinished rollouts are cancelled.
 
-    async def _start_up(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Start both sides at one version; returns the tasks that keep generators at work from then on."""
+        Before the first update there is nothing to wait for: what is being started is given up.
+        """
+        if self._stopped_by is not None:
+            return
+        self._stopped_by = why
+        self._groups.close()
+        if self._starting is None or not self._starting.done():
+            log.warning("%s: ending before training began", why)
+            if self._starting is not None:
+                self._starting.cancel()
+        else:
+            log.warning("%s: ending after the running update", why)
+
+    async def _start_up(self, group: asyncio.TaskGroup) -> Metrics | None:
+        """All that comes before the first update; returns the evaluation that the run began with."""
+        await self._start_sides(group)
+        return await self._write_first_lines(group)
+
+    async def _train(self, group: asyncio.TaskGroup) -> None:
+        """From the first update to the last."""
+        self._observer.phase("training")
+        pump = group.create_task(self._rollout_pump(group), name="rollout pump")
+        self._keepers.append(group.create_task(self._watchdog.watch(), name="watchdog"))
+        await self._train_pump(group)
+        if self._stopped_by is not None and self.config.checkpoint.at_end:
+            await self._save(group, required=True)
+        for task in [pump, *self._groups.handles()]:
+            task.cancel()
+        if self._stopped_by is not None:
+            self._lines.give_up_evaluations()
+        # Replicas may still be needed, and so restarted, for these.
+        await self._pushes.settled()
+
+    async def _start_sides(self, group: asyncio.TaskGroup) -> None:
+        """Start both sides at one version, and the tasks that keep generators at work from then on."""
         self._observer.phase("starting all actors")
         async with asyncio.TaskGroup() as starting:
             learner = starting.create_task(self._learner.start(), name="start learner")
@@ -226,11 +255,10 @@ class Controller:
             assert self._saver is not None, "who resumes takes checkpoints too"
             self._observer.phase(f"loading the checkpoint of step {self._resumed.state.step}")
             await self._saver.load(self._resumed.folder, self._resumed.state)
-        supervisor = group.create_task(self._pool.supervise(), name="supervise generators")
+        self._keepers.append(group.create_task(self._pool.supervise(), name="supervise generators"))
         await self._pushes.open(info)
         self._watchdog.made_progress("the start of generators and learner")
-        return [
-            supervisor,
+        self._keepers += [
             group.create_task(self._pushes.let_in_restarted(), name="let in generators"),
             group.create_task(self._pushes.restore_reference(), name="restore reference"),
         ]
@@ -248,15 +276,20 @@ class Controller:
         lines = [] if resumed is None else list(resumed.lines)
         if resumed is None or resumed.lacks_line:
             lines.append({**self._line_head(), **self._publisher.take_metrics()})
+        version, step = self.budget.version, self._groups.step
+        result = None
+        if lines and lines[-1]["step"] == step and self._pushes.is_evaluated(version):
+            self._observer.phase(f"evaluating version {version}")
+            result = await self._pushes.evaluate(version)
+            lines[-1].update(result)
+            if self._saver is not None and result["eval/policy_version"] == version:
+                await self._saver.note_evaluation(step, result)
+        if lines:
+            self._times.add_to(lines[-1])
+        # Not before: a run that is stopped during the evaluation has it when it is started again.
         for record in lines:
             self._lines.add(record)
-        version = self.budget.version
-        if not lines or lines[-1]["step"] != self._groups.step or not self._pushes.is_evaluated(version):
-            return None if resumed is None else resumed.first_evaluation
-        self._observer.phase(f"evaluating version {version}")
-        result = await self._pushes.evaluate(version)
-        lines[-1].update(result)
-        return result if resumed is None or not version else resumed.first_evaluation
+        return result if resumed is None or (result and not version) else resumed.first_evaluation
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -264,6 +297,7 @@ class Controller:
         self,
         group: asyncio.TaskGroup,
         *,
+        kind: Kind = "whole",
         evaluation: asyncio.Task[Metrics] | None = None,
         required: bool = False,
     ) -> None:
@@ -272,8 +306,10 @@ class Controller:
             return
         start = now()
         async with self._pushes.reference_turn():
-            await self._saver.take(group, self._books.capture, evaluation=evaluation, required=required)
-        self._times.checkpoint += now() - start
+            await self._saver.take(
+                group, self._books.capture, kind=kind, evaluation=evaluation, required=required
+            )
+        self._times.spent("checkpoint", start)
 
     async def _finish(self) -> tuple[Metrics | None, str]:
         """What the last line still lacks: its evaluation and the checksum; then the export."""
@@ -283,9 +319,10 @@ class Controller:
         checksum = await within(timeout_s, "checksum of the parameters", setting, self._learner.checksum())
         # JSON holds it as text; every other figure of a line is a number.
         self._lines.last["model/checksum"] = checksum  # type: ignore[assignment]
-        if self._saver is not None:
+        if self._saver is not None and self.config.checkpoint.hf != "never":
             self._observer.phase("exporting the model")
             await within(timeout_s, "export of the model", setting, self._saver.export(self._groups.step))
+        self._times.add_to(self._lines.last)
         return after, checksum
 
     # ------------------------------------------------------------------ rollouts
@@ -392,10 +429,11 @@ class Controller:
             record |= {**result.metrics, **self._kl.end_step(scored, result)}
             await self._end_step(record, metas, evaluation)
             last = self.budget.version == self.config.run.steps
-            if self._saver is not None and self._saver.is_due(
-                self._groups.step, last=last, evaluated=evaluation is not None
-            ):
-                await self._save(group, evaluation=evaluation, required=last)
+            if self._saver is not None:
+                kind = self._saver.due(self._groups.step, last=last, evaluated=evaluation is not None)
+                if kind is not None:
+                    must = last and kind == "whole"
+                    await self._save(group, kind=kind, evaluation=evaluation, required=must)
 
     async def _take(self) -> list[ReadyGroup] | None:
         """The next batch by expiry; None once a stop was asked for."""

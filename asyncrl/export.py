@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import yaml
 from torch import nn
 
-from asyncrl.checkpoint.manifest import MANIFEST
-from asyncrl.checkpoint.resume import newest_checkpoint, read_checkpoint
-from asyncrl.checkpoint.state import LEARNER
+from asyncrl.checkpoint.manifest import MANIFEST, verify
+from asyncrl.checkpoint.resume import newest_checkpoint
+from asyncrl.checkpoint.state import CONFIG, LEARNER
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config import Config
 from asyncrl.config_load import parse_config
@@ -33,7 +34,8 @@ log = logging.getLogger(__name__)
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that ``path`` is; of a run's folder the best, or without evaluations the newest whole.
+    """The checkpoint, or the weights alone, that ``path`` is; of a run's folder the best, or without
+    evaluations the newest whole one.
 
     Raises CheckpointError where there is none.
     """
@@ -41,9 +43,10 @@ def find_checkpoint(path: Path) -> Path:
         return path
     store = CheckpointStore(path / "checkpoints")
     best = store.best()
-    if best is not None:
+    place = None if best is None else store.holding(best.step)
+    if best is not None and place is not None:
         log.info("step %d has the best evaluation: eval/reward_mean = %.4g", best.step, best.reward_mean)
-        return store.path(best.step)
+        return place
     newest = newest_checkpoint(store)
     if newest is None:
         raise CheckpointError(
@@ -61,8 +64,8 @@ def export(checkpoint: Path, target: Path, model_path: str) -> None:
     """
     if target.exists():
         raise CheckpointError(f"found {target}, which is there already; expected a folder to make")
-    found = read_checkpoint(checkpoint)
-    if not found.state.learner:
+    verify(checkpoint)
+    if not (checkpoint / LEARNER).is_dir():
         raise CheckpointError(f"{checkpoint} was taken before the first step: its policy is the start model")
     config = config_of(checkpoint)
     model = load_policy(
@@ -84,7 +87,9 @@ def export(checkpoint: Path, target: Path, model_path: str) -> None:
 
 def config_of(checkpoint: Path) -> Config:
     """The config that a whole checkpoint was made with."""
-    return parse_config(read_checkpoint(checkpoint).config, name=str(checkpoint / "config.yaml"))
+    verify(checkpoint)
+    text = (checkpoint / CONFIG).read_text(encoding="utf-8")
+    return parse_config(yaml.safe_load(text), name=str(checkpoint / CONFIG))
 
 
 class _Whole:

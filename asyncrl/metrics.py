@@ -57,6 +57,13 @@ class PhaseTimes:
             setattr(self, name, 0.0)
         return taken
 
+    def add_to(self, record: Metrics) -> None:
+        """Add what was spent outside of any step to a line that stands beside it."""
+        for name in PHASES:
+            if seconds := getattr(self, name):
+                record[f"timing_s/{name}"] = record.get(f"timing_s/{name}", 0.0) + seconds
+                setattr(self, name, 0.0)
+
 
 PHASES = tuple(phase.name for phase in fields(PhaseTimes) if phase.name != "timeline")
 """Names of the phases, as ``timing_s/<name>`` in the metrics."""

@@ -13,6 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
+from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.hub import endpoint, hub_is_offline
 
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
 
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _REMOTE_CLASSIFIER = "AutoModelForSequenceClassification"
+_VOLATILE = ("_name_or_path", "transformers_version")
+"""What config.json says of who wrote it."""
+_WEIGHTS = ("*.safetensors", "*.bin")
+_SAMPLE_BYTES = 1 << 20
 
 
 class ModelFiles:
@@ -86,6 +93,28 @@ class ModelFiles:
             return len(self.settings["id2label"])
         return int(self.settings.get("num_labels", 2))
 
+    @property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits that are others for another config.json, or for other weights.
+
+        Weights are told apart by the name, size, beginning and end of each of their files. A model on the hub
+        counts as its name and its config.json.
+        """
+        digest = xxhash.xxh3_128()
+        kept = {key: value for key, value in self.settings.items() if key not in _VOLATILE}
+        digest.update(json.dumps(kept, sort_keys=True).encode())
+        if self._local is None:
+            digest.update(self.path.encode())
+            return digest.hexdigest()
+        for path in sorted(path for ending in _WEIGHTS for path in self._local.glob(ending)):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(_SAMPLE_BYTES))
+                file.seek(max(size - _SAMPLE_BYTES, 0))
+                digest.update(file.read())
+        return digest.hexdigest()
+
     def require_causal(self) -> None:
         """Raise ConfigError if it is no causal language model."""
         if not self.architecture.endswith(("ForCausalLM", "LMHeadModel")):
@@ -148,3 +177,21 @@ class ModelFiles:
                 f"{key}: found neither a folder {name!r} nor a model of that name on the hub: "
                 f"{type(error).__name__}: {str(error).splitlines()[0]}"
             ) from error
+
+
+def model_fingerprints(config: Config, folder: Path | None = None) -> dict[str, str]:
+    """Fingerprints of the models that ``config`` starts from, by key; none for one that a run makes.
+
+    Relative paths are taken from ``folder`` (default: the current one). Raises ConfigError.
+    """
+    paths = {
+        "model.path": config.model.path,
+        "critic.path": config.critic.path if config.has_critic else None,
+        "reference.path": config.reference.path if config.algorithm.needs_reference else None,
+    }
+    trusts = config.model.trust_remote_code
+    return {
+        key: ModelFiles(path, folder or Path.cwd(), key, trust_remote_code=trusts).fingerprint
+        for key, path in paths.items()
+        if path is not None
+    }

@@ -2,8 +2,8 @@
 
 Invariants:
 - Config and data errors come before any model is loaded, and exit with 2.
-- The first SIGINT or SIGTERM ends the run after the running update and a checkpoint of it; the second ends
-  it now.
+- The first SIGINT or SIGTERM ends the run after the running update and a checkpoint of it, or at once where
+  none has begun; the second ends it now.
 - One process at a time writes to a run's folder.
 - However a run ends, its actors and worker processes end with it; ``sentinel`` sees to it.
 """
@@ -11,9 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import signal
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,6 +25,7 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 from asyncrl.check import validate
+from asyncrl.checkpoint.compatibility import Origin
 from asyncrl.checkpoint.files import replace_file
 from asyncrl.checkpoint.groups import payloads_of, with_payloads
 from asyncrl.checkpoint.resume import Resumed, prepare
@@ -42,9 +41,11 @@ from asyncrl.generators.pool import GeneratorPool
 from asyncrl.hub import model_place
 from asyncrl.learners.base import Learner
 from asyncrl.ledger import Retired
+from asyncrl.model_files import model_fingerprints
 from asyncrl.roles.annotator import Annotator
 from asyncrl.run_folder import RunFolder, claimed
 from asyncrl.sentinel import Sentinel
+from asyncrl.stop_signals import StopSignals
 from asyncrl.timeline import unix_offset
 from asyncrl.tracking import open_tracker
 from asyncrl.types import Metrics, ReadyGroup, Task
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
     from asyncrl.roles.base import Role
 
 log = logging.getLogger(__name__)
-
-_EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
 class RunObserver:
@@ -99,14 +98,18 @@ class Parts:
     files: RunFolder
 
 
-def train(config: Config) -> int:
-    """Run the config to its end; returns the exit code. Raises UsageError for what the user can fix."""
+def train(config: Config, signals: StopSignals) -> int:
+    """Run the config to its end; returns the exit code.
+
+    Raises UsageError for what the user can fix, Interrupted for a signal before there was a run to end.
+    """
     console = Console(stderr=True)
     set_up_logging(console)
     log.info("checking config, data and rewards")
     prompts = validate(config).prompts
     with claimed(config) as folder:
-        resumed = prepare(config, prompts.train.fingerprint)
+        origin = Origin(prompts.train.fingerprint, model_fingerprints(config))
+        resumed = prepare(config, origin)
         if resumed is not None and resumed.finished:
             log.info(
                 "nothing is left to do: %s has all of its %d steps; raise run.steps to go on",
@@ -116,16 +119,18 @@ def train(config: Config) -> int:
             return 0
         replace_file(folder / "config.yaml", dump_config(config).encode())
         with Sentinel() as sentinel:
-            return _train(config, prompts, folder, resumed, console, sentinel)
+            return _train(folder, config, prompts, origin, resumed, console, sentinel, signals)
 
 
 def _train(
+    folder: Path,
     config: Config,
     prompts: Prompts,
-    folder: Path,
+    origin: Origin,
     resumed: Resumed | None,
     console: Console,
     sentinel: Sentinel,
+    signals: StopSignals,
 ) -> int:
     """The run itself, in a folder that is ready for it."""
     from asyncrl.placement import close_session, open_session
@@ -136,17 +141,15 @@ def _train(
         placement = open_session(config)
         if placement.logs is not None:
             sentinel.watch(placement.logs)
-        parts = build(config, model_path, prompts, placement, folder, console, resumed)
+        signals.check()
+        parts = build(config, model_path, prompts, origin, placement, folder, console, resumed)
         try:
-            summary = asyncio.run(_run(parts))
+            summary = asyncio.run(_run(parts, signals))
         finally:
             parts.display.close()
             parts.files.close()
     except UsageError:
         raise
-    except KeyboardInterrupt:
-        log.warning("interrupted before training began")
-        return 130
     except Exception as error:
         cause = root_cause(error)
         if isinstance(cause, UsageError):  # found by an actor, of the model itself
@@ -156,7 +159,7 @@ def _train(
     finally:
         close_session()
     print_summary(console, config, folder, summary)
-    return _EXIT_CODES.get(summary.stopped_by or "", 0)
+    return 0 if summary.stopped_by is None else 128 + signal.Signals[summary.stopped_by]
 
 
 def resolve_model(config: Config, console: Console) -> str:
@@ -174,6 +177,7 @@ def build(
     config: Config,
     model_path: str,
     prompts: Prompts,
+    origin: Origin,
     placement: Placement,
     folder: Path,
     console: Console,
@@ -222,7 +226,7 @@ def build(
             resolve=fetch_payloads,
             lines_on_disk=files.on_disk,
             config_text=dump_config(config),
-            data=prompts.train.fingerprint,
+            of=origin,
             reference=moving,
             last_step=None if resumed is None or resumed.elsewhere else resumed.state.step,
         ),
@@ -282,26 +286,14 @@ def make_canary(config: Config, tasks: Iterable[Task]) -> Canary | None:
     )
 
 
-async def _run(parts: Parts) -> Summary:
-    loop = asyncio.get_running_loop()
-    received: list[signal.Signals] = []
-
-    def on_signal(number: signal.Signals) -> None:
-        received.append(number)
-        if len(received) > 1:
-            log.warning("%s again: ending now", number.name)
-            _kill_children()
-            os._exit(128 + number)
-        parts.controller.request_stop(number.name)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
-    try:
-        return await parts.controller.run()
-    finally:
-        # The learner last: generators listen to its store for what they are to receive.
-        for closing in (parts.pool.close(), parts.annotator.close(), parts.learner.close()):
-            await asyncio.gather(closing, return_exceptions=True)
+async def _run(parts: Parts, signals: StopSignals) -> Summary:
+    with signals.listened_to(parts.controller.request_stop):
+        try:
+            return await parts.controller.run()
+        finally:
+            # The learner last: generators listen to its store for what they are to receive.
+            for closing in (parts.pool.close(), parts.annotator.close(), parts.learner.close()):
+                await asyncio.gather(closing, return_exceptions=True)
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -349,12 +341,3 @@ def print_summary(console: Console, config: Config, folder: Path, summary: Summa
         table.add_row("model checksum", summary.checksum)
     table.add_row("folder", str(folder))
     console.print(table)
-
-
-def _kill_children() -> None:
-    """SIGKILL every process below this one."""
-    import psutil
-
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()

@@ -8,11 +8,13 @@ Invariants:
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncrl.checkpoint.files import replace_file
 from asyncrl.config import Config
 
 
@@ -51,8 +53,15 @@ class TensorBoard:
         self._writer.close()
 
 
+_WANDB_ID = "wandb-id"
+"""The file in a run's folder that says which run of Weights & Biases it is."""
+
+
 class WandB:
     """A run of Weights & Biases, with its local files in ``folder``.
+
+    A folder is one run there, however often it is resumed. Of a step that was rolled back and taken again it
+    keeps what it was told first: its steps only rise.
 
     Its own environment variables hold: ``WANDB_MODE=offline`` keeps all of it on this machine, and
     ``WANDB_PROJECT`` names the project (default: asyncrl).
@@ -61,14 +70,29 @@ class WandB:
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
         import wandb
 
-        project = os.environ.get("WANDB_PROJECT", "asyncrl")
-        self._run = wandb.init(project=project, name=name, dir=folder, config=dict(config))
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "asyncrl"),
+            name=name,
+            dir=folder,
+            config=dict(config),
+            id=_kept_id(folder / _WANDB_ID),
+            resume="allow",
+        )
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _kept_id(path: Path) -> str:
+    """The id in the file; a new one, which it holds from then on, where there is none."""
+    if path.exists():
+        return path.read_text(encoding="ascii").strip()
+    new = secrets.token_hex(8)
+    replace_file(path, f"{new}\n".encode("ascii"))
+    return new
 
 
 def open_tracker(name: str, folder: Path, config: Config, after: int | None = None) -> Tracker:

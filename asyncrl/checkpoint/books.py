@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.checkpoint.compatibility import Origin
 from asyncrl.checkpoint.saver import Issued
 from asyncrl.checkpoint.state import RunState
 from asyncrl.credit import CreditAssignment
@@ -21,7 +22,7 @@ from asyncrl.waiting import now
 
 @dataclass(slots=True)
 class Books:
-    """The parts of the loop that remember something. ``data`` is the fingerprint of the prompts."""
+    """The parts of the loop that remember something, and what the run is ``of``."""
 
     groups: OutstandingGroups
     credit: CreditAssignment
@@ -30,7 +31,7 @@ class Books:
     lines: MetricsLines
     reference: Reference | None
     seed: int
-    data: str
+    of: Origin
     bad_steps: int = 0
     """Updates in a row, up to now, that were not finite."""
     inherited: int = 0
@@ -58,7 +59,8 @@ class Books:
             unusable=self.groups.unusable,
             elapsed_s=self.elapsed_s(),
             seed=self.seed,
-            data=self.data,
+            data=self.of.data,
+            models=dict(self.of.models),
             learner=step > 0,
             inherited=self.inherited,
             reference_version=None if self.reference is None else self.reference.version,

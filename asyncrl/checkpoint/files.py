@@ -86,6 +86,18 @@ def measure(folder: Path, path: str) -> FileEntry:
     return FileEntry(path, nbytes, digest.hexdigest())
 
 
+def adopt(folder: Path, name: str) -> list[FileEntry]:
+    """What others wrote under ``folder / name``: on disk on return, paths relative to ``folder``."""
+    found = []
+    for path in sorted((folder / name).rglob("*")):
+        if path.is_dir():
+            continue
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        found.append(measure(folder, path.relative_to(folder).as_posix()))
+    return found
+
+
 def sync_folder(folder: Path) -> None:
     """Have the names in ``folder`` on disk, as far as the system can say so of a folder."""
     descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))

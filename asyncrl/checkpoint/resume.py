@@ -13,33 +13,25 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from asyncrl.checkpoint.compatibility import Change, Origin, changes, is_sampled_anew, require_compatible
 from asyncrl.checkpoint.groups import READY, read_ready
 from asyncrl.checkpoint.manifest import MANIFEST, verify
 from asyncrl.checkpoint.rollback import Line, roll_back
 from asyncrl.checkpoint.saver import Issued
-from asyncrl.checkpoint.state import CONFIG, CRITIC, STATE, RunState
+from asyncrl.checkpoint.state import CONFIG, STATE, RunState
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, CodecError, ConfigError
 from asyncrl.types import Metrics
 
 log = logging.getLogger(__name__)
-
-_SAMPLED_BY = ("model", "data", "rollout", "reward", "algorithm", "schedule", "reference", "critic")
-"""Sections that ready groups depend on: where one changed, they are sampled anew."""
-_FIXED = ("run.seed", "model.create.", "learner.lora")
-"""Keys that a run cannot change on its way."""
-_WHEREABOUTS = ("run.name", "run.dir", "checkpoint.", "log.")
-"""Keys that say where and how things are kept, and nothing of what happens."""
-_SHAPELESS = "model.create.warm_start"
-"""How a start model was made, once it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +97,10 @@ def require_usable(config: Config) -> None:
         )
 
 
-def prepare(config: Config, data: str) -> Resumed | None:
+def prepare(config: Config, origin: Origin) -> Resumed | None:
     """Choose the checkpoint, check ``config`` against it, and roll the run's files back to it.
 
-    ``data`` is the fingerprint of the training prompts. None: the run starts from its beginning. Raises
-    ConfigError or CheckpointError.
+    None: the run starts from its beginning. Raises ConfigError or CheckpointError.
     """
     require_usable(config)
     store = CheckpointStore(config.run.folder / "checkpoints")
@@ -119,17 +110,22 @@ def prepare(config: Config, data: str) -> Resumed | None:
         found = read_checkpoint(Path(config.checkpoint.resume))
     if found is None:
         return None
-    changes = list(_changes(found.config, config.model_dump(mode="json")))
-    _require_compatible(found, config, data, [key for key, _, _ in changes])
-    for key, before, after in changes:
-        log.info("%s was %s and is %s from here on", key, before, after)
+    changed = changes(found.config, config)
+    require_compatible(found.folder, found.state, changed, config, origin)
+    for change in changed:
+        log.info("%s was %s and is %s from here on", change.key, change.before, change.after)
     elsewhere = not _is_own(config) and config.checkpoint.resume != "auto"
-    return _rolled_back(found, config, store, {key for key, _, _ in changes}, elsewhere)
+    return _rolled_back(found, config, store, changed, elsewhere)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Verify a checkpoint and read the controller's part of it. Raises CheckpointError."""
-    verify(folder)
+    manifest = verify(folder)
+    if all(entry.path != STATE for entry in manifest.files):
+        raise CheckpointError(
+            f"{folder} holds weights alone, without {STATE}: no run can go on from it; expected a folder as "
+            "runs/NAME/checkpoints/step_50, or asyncrl export, and the model that it makes as model.path"
+        )
     state = RunState.decode((folder / STATE).read_bytes(), str(folder / STATE))
     try:
         with (folder / READY).open("rb") as file:
@@ -143,6 +139,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 def newest_checkpoint(store: CheckpointStore) -> Checkpoint | None:
     """The newest whole one; None where there is none at all. CheckpointError if all are damaged."""
     problems = []
+    for step in store.without_manifest():
+        log.warning("%s is no whole checkpoint: it has no %s", store.path(step), MANIFEST)
     for step in reversed(store.steps()):
         try:
             return read_checkpoint(store.path(step))
@@ -163,37 +161,8 @@ def _is_own(config: Config) -> bool:
     return Path(config.checkpoint.resume).resolve().parent == own
 
 
-def _require_compatible(found: Checkpoint, config: Config, data: str, changed: list[str]) -> None:
-    """Raise ConfigError for what cannot work, all of it at once."""
-    state, problems = found.state, []
-    for key in changed:
-        if key.startswith(_FIXED) and not key.startswith(_SHAPELESS):
-            problems.append(
-                f"{key}: found {_value(config.model_dump(mode='json'), key)!r}, the checkpoint was made with "
-                f"{_value(found.config, key)!r}, which has to stay"
-            )
-    if data != state.data:
-        problems.append(
-            "data.train: the prompts, or their order, are not those of the checkpoint: what was trained and "
-            "what was not could not be told apart"
-        )
-    if config.run.steps < state.version:
-        problems.append(
-            f"run.steps: found {config.run.steps}, the checkpoint is at policy version {state.version}; "
-            "expected at least that"
-        )
-    if config.has_critic and state.learner and not (found.folder / CRITIC).is_dir():
-        problems.append("algorithm.advantage: found gae, but the checkpoint holds no critic")
-    if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise ConfigError(
-            f"the run cannot go on from {found.folder}:\n{lines}\nchange these back, or choose another "
-            "run.name to start anew"
-        )
-
-
 def _rolled_back(
-    found: Checkpoint, config: Config, store: CheckpointStore, changed: set[str], elsewhere: bool
+    found: Checkpoint, config: Config, store: CheckpointStore, changed: Sequence[Change], elsewhere: bool
 ) -> Resumed:
     state, folder = found.state, config.run.folder
     last = state.version >= config.run.steps
@@ -206,10 +175,10 @@ def _rolled_back(
     _require_whole_ledger(state, ends, folder / "ledger.jsonl")
     store.set_aside(after=state.step)
     ready = found.ready
-    if ready and any(key.split(".")[0] in _SAMPLED_BY for key in changed):
+    if ready and is_sampled_anew(changed):
         log.info("%d ready groups were sampled under another config: they are issued again", len(ready))
         ready = ()
-    if any(key.startswith("algorithm.kl") for key in changed):
+    if any(change.key.startswith("algorithm.kl") for change in changed):
         state = replace(state, kl_coefficient=None)
     left = (config.run.steps - state.version) * config.rollout.groups_per_step
     log.info(
@@ -261,23 +230,3 @@ def _evaluation(lines: list[Line]) -> Metrics | None:
     first = lines[0] if lines and lines[0]["step"] == 0 else {}
     found = {key: value for key, value in first.items() if key.startswith("eval/")}
     return found or None
-
-
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(key, value then, value now) of every setting that differs, but for those of ``_WHEREABOUTS``."""
-    then, now = dict(_flat(before)), dict(_flat(after))
-    for key in [*now, *(key for key in then if key not in now)]:
-        if then.get(key) != now.get(key) and not key.startswith(_WHEREABOUTS):
-            yield key, then.get(key), now.get(key)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-def _value(values: Mapping[str, Any], key: str) -> Any:
-    return dict(_flat(values)).get(key)

@@ -22,7 +22,9 @@ STATE: Final = "state.json"
 CONFIG: Final = "config.yaml"
 LEARNER: Final = "learner"
 CRITIC: Final = "critic"
-"""Folders of a checkpoint, named after the sections of the config."""
+REFERENCE: Final = "reference"
+"""Folders of a checkpoint, named after the sections of the config. A reference that the learner holds is in
+the learner's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class RunState:
     seed: int
     data: str
     """Fingerprint of the training prompts and their order."""
+    models: Mapping[str, str]
+    """Fingerprints of the models that the run started from, by the config key that names each."""
     learner: bool
     """Whether the learner's state is in the checkpoint; before the first update it is the start model's."""
     inherited: int = 0

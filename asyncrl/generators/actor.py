@@ -177,6 +177,7 @@ class RayReplica:
         self._start_timeout_s = config.generators.start_timeout_s
         self._actor = actor
         self._shares = shares
+        self._started = False
         self._process: psutil.Process | None = None
         """Its process, where that runs on this machine."""
 
@@ -188,6 +189,7 @@ class RayReplica:
             raise GeneratorError(
                 f"{self.name} did not start in generators.start_timeout_s = {self._start_timeout_s:g} s"
             ) from None
+        self._started = True
         self._process = process_at(place)
 
     async def run_group(self, request: GroupRequest, salvage: Any = None) -> tuple[GroupMeta, Any]:
@@ -236,8 +238,9 @@ class RayReplica:
 
     async def close(self) -> None:
         try:
-            async with asyncio.timeout(10):
-                await self._call(self._actor.close.remote())
+            if self._started:  # else it is busy, for as long as a start may take
+                async with asyncio.timeout(10):
+                    await self._call(self._actor.close.remote())
         finally:
             if self._shares is None:
                 ray.kill(self._actor)

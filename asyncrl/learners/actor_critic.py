@@ -51,7 +51,8 @@ class ActorCritic:
         self._warmup_steps = warmup_steps
         self._max_bad_steps = max_bad_steps
         self._bad_in_a_row = 0
-        self._copied_bad_steps = 0
+        self._copied_bad_steps: int | None = None
+        """As ``_bad_in_a_row`` was when the state was copied; None where only the policy's weights were."""
 
     async def step(self, batch: Batch) -> StepResult:
         warmup = batch.version < self._warmup_steps
@@ -101,11 +102,17 @@ class ActorCritic:
     async def export(self, folder: Path) -> None:
         await self._policy.export(folder)
 
-    async def copy_state(self) -> None:
+    async def copy_state(self, *, weights_only: bool = False) -> None:
+        if weights_only:
+            self._copied_bad_steps = None
+            await self._policy.copy_state(weights_only=True)
+            return
         self._copied_bad_steps = self._bad_in_a_row
         await asyncio.gather(self._policy.copy_state(), self._critic.copy_state())
 
     async def write_state(self, folder: Path) -> list[FileEntry]:
+        if self._copied_bad_steps is None:
+            return await self._policy.write_state(folder)
         written = await asyncio.gather(self._policy.write_state(folder), self._critic.write_state(folder))
         counts = json.dumps({"bad_in_a_row": self._copied_bad_steps}).encode()
         own = await asyncio.to_thread(write_file, folder / "critic", _COUNTS, counts)

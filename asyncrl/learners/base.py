@@ -183,7 +183,7 @@ class LearnerRank(Protocol):
         """Write a Hugging Face folder (safetensors, config, tokenizer); rank 0 writes."""
         ...
 
-    def copy_state(self) -> None:
+    def copy_state(self, *, weights_only: bool = False) -> None:
         """Copy this rank's part of parameters and optimizer state, between two updates."""
         ...
 
@@ -234,8 +234,11 @@ class Learner(Protocol):
 
     async def export(self, folder: Path) -> None: ...
 
-    async def copy_state(self) -> None:
-        """Copy parameters and optimizer state, between two updates: what training stands still for."""
+    async def copy_state(self, *, weights_only: bool = False) -> None:
+        """Copy parameters and optimizer state, between two updates: what training stands still for.
+
+        ``weights_only``: the policy's parameters alone, which nobody can go on from.
+        """
         ...
 
     async def write_state(self, folder: Path) -> list[FileEntry]:

@@ -31,6 +31,7 @@ from asyncrl.algorithms.logprobs import token_logprobs
 from asyncrl.algorithms.names import is_path
 from asyncrl.algorithms.registry import user_advantage
 from asyncrl.checkpoint.files import FileEntry
+from asyncrl.checkpoint.state import REFERENCE
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection, ReferenceSection
 from asyncrl.errors import InvariantError
 from asyncrl.learners.advantages import batch_wide, from_user
@@ -52,9 +53,6 @@ from asyncrl.weight_sync.sharing import SharedModel
 from asyncrl.weight_sync.verify import state_checksum
 
 log = logging.getLogger(__name__)
-
-_REFERENCE = "reference"
-"""The folder, in that of the learner's state, of a reference that the learner holds."""
 
 
 class DeepSpeedLearner:
@@ -352,22 +350,22 @@ class DeepSpeedLearner:
         trust = self._model_section.trust_remote_code
         save_policy(folder, self._engine.module, state, self._model_path, trust_remote_code=trust)
 
-    def copy_state(self) -> None:
-        self._engine.copy_state()
+    def copy_state(self, *, weights_only: bool = False) -> None:
+        self._engine.copy_state(weights_only=weights_only)
         if self._resident is not None:
-            self._resident.copy()
+            self._resident.copy(nothing=weights_only)
 
     def write_state(self, folder: Path) -> list[FileEntry]:
         entries = self._engine.write_state(folder)
         if self._resident is not None:
-            found = self._resident.write(folder / _REFERENCE)
-            entries += [replace(entry, path=f"{_REFERENCE}/{entry.path}") for entry in found]
+            found = self._resident.write(folder / REFERENCE)
+            entries += [replace(entry, path=f"{REFERENCE}/{entry.path}") for entry in found]
         return entries
 
     def load_state(self, folder: Path) -> None:
         self._engine.load_state(folder)
         if self._resident is not None:
-            self._resident.load(folder / _REFERENCE)
+            self._resident.load(folder / REFERENCE)
 
     def close(self) -> None:
         """Leave the process group. Safe to call twice."""

@@ -172,9 +172,9 @@ class TrainingEngine:
             for parameter in self._engine.module.parameters():
                 parameter.partition(param_list=[parameter], has_been_updated=False)
 
-    def copy_state(self) -> None:
-        """Copy this rank's part of the state, between two updates."""
-        self._copy.take()
+    def copy_state(self, *, weights_only: bool = False) -> None:
+        """Copy this rank's part of the state, or of the weights alone, between two updates."""
+        self._copy.take(weights_only=weights_only)
 
     def write_state(self, folder: Path) -> list[FileEntry]:
         """Write what was copied last into ``folder``, in any thread, also while updates run."""

@@ -114,8 +114,8 @@ class LearnerActor:
     def export(self, folder: str) -> None:
         self._learner.export(Path(folder))
 
-    def copy_state(self) -> None:
-        self._learner.copy_state()
+    def copy_state(self, weights_only: bool) -> None:
+        self._learner.copy_state(weights_only=weights_only)
 
     def write_state(self, folder: str) -> list[FileEntry]:
         entries: list[FileEntry] = self._learner.write_state(Path(folder))
@@ -203,8 +203,8 @@ class RayLearner:
     async def export(self, folder: Path) -> None:
         await self._ranks.all("export", str(folder))
 
-    async def copy_state(self) -> None:
-        await self._ranks.all("copy_state")
+    async def copy_state(self, *, weights_only: bool = False) -> None:
+        await self._ranks.all("copy_state", weights_only)
 
     async def write_state(self, folder: Path) -> list[FileEntry]:
         return await self._ranks.write_state(folder)

@@ -162,9 +162,9 @@ class StateCopy:
         self._copies: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Copy everything as it is now. Not while ``tensors`` is read."""
-        state = self._source.values
+    def take(self, *, weights_only: bool = False) -> None:
+        """Copy everything, or the masters alone, as it is now. Not while ``tensors`` is read."""
+        state = {} if weights_only else self._source.values
         self._parts = []
         for fragment in self._source.owned:
             part = fragment.part(state)

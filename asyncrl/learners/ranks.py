@@ -42,6 +42,7 @@ class RayRanks:
         self.actors = tuple(actors)
         self._handles = tuple(handles) or self.actors
         self._name = name
+        self._started = False
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -51,12 +52,14 @@ class RayRanks:
         try:
             async with asyncio.timeout(timeout_s):
                 port = await self.call(self.actors[0].free_port.remote(), 0)
-                return await self.all("start", port)
+                started = await self.all("start", port)
         except TimeoutError:
             raise LearnerError(
                 f"{len(self)} {self._name} ranks did not start in {self._name}.start_timeout_s = "
                 f"{timeout_s:g} s"
             ) from None
+        self._started = True
+        return started
 
     async def all(self, method: str, *args: Any, lane: str | None = None) -> list[Any]:
         """The method on every rank, in the concurrency group ``lane``, the default one if None."""
@@ -93,8 +96,9 @@ class RayRanks:
     async def close(self) -> None:
         """End all ranks: in good order if they can within seconds, by force in any case."""
         try:
-            async with asyncio.timeout(_CLOSE_S):
-                await self.all("close")
+            if self._started:  # else they are busy, for as long as a start may take
+                async with asyncio.timeout(_CLOSE_S):
+                    await self.all("close")
         finally:
             for handle in self._handles:
                 ray.kill(handle)

@@ -71,10 +71,10 @@ class ResidentReference:
                 kept.copy_(mean)
         self.version = version
 
-    def copy(self) -> None:
-        """Copy what ``write`` writes, between two updates: nothing, while it is the start model."""
+    def copy(self, *, nothing: bool = False) -> None:
+        """Copy what ``write`` writes, between two updates: ``nothing``, as while it is the start model."""
         self._copied = None
-        if self.version > 0:
+        if self.version > 0 and not nothing:
             self._copied = self.version, [mean.to(torch.float32, copy=True) for mean in self._average]
 
     def write(self, folder: Path) -> list[FileEntry]:

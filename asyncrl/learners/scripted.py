@@ -87,6 +87,7 @@ class ScriptedLearner:
         self._stepping = False
         self._copied: int | None = None
         self._copied_state = 0
+        self._copied_weights_only = False
         self._start_s = start_s
         self._bad_steps = frozenset(bad_steps)
         self._dies_at = dies_at
@@ -175,21 +176,23 @@ class ScriptedLearner:
         return scripted_checksum(self.version)
 
     async def export(self, folder: Path) -> None:
-        """Writes nothing: there are no weights."""
+        """Writes its version, in place of weights."""
         self._check_up()
+        (folder / "version").write_text(str(self.version))
 
-    async def copy_state(self) -> None:
+    async def copy_state(self, *, weights_only: bool = False) -> None:
         self._check_up()
         if self._stepping:
             raise InvariantError(f"asked to copy the state in the middle of the update of {self.version}")
         await asyncio.sleep(self._copy_s)
-        self._copied_state = self.version
+        self._copied_state, self._copied_weights_only = self.version, weights_only
 
     async def write_state(self, folder: Path) -> list[FileEntry]:
         self._check_up()
         (folder / "learner").mkdir()
-        entry = write_file(folder / "learner", "version", str(self._copied_state).encode())
-        return [replace(entry, path="learner/version")]
+        name = "weights" if self._copied_weights_only else "version"
+        entry = write_file(folder / "learner", name, str(self._copied_state).encode())
+        return [replace(entry, path=f"learner/{name}")]
 
     async def load_state(self, folder: Path) -> None:
         self._check_up()

@@ -117,6 +117,7 @@ class RayRoleMember:
         self.name = name
         self._role = role
         self._start_timeout_s = start_timeout_s
+        self._started = False
         self._process: psutil.Process | None = None
         """Its process, where that runs on this machine."""
         self._actor = _RemoteRole.options(**actor_options(gpus)).remote(role, build, cores)
@@ -125,6 +126,7 @@ class RayRoleMember:
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 self._process = process_at(await self._call(self._actor.start.remote()))
+                self._started = True
         except TimeoutError:
             raise RoleError(
                 f"{self.name} did not start in {self._role}.start_timeout_s = {self._start_timeout_s:g} s"
@@ -177,8 +179,9 @@ class RayRoleMember:
 
     async def close(self) -> None:
         try:
-            async with asyncio.timeout(10):
-                await self._call(self._actor.close.remote())
+            if self._started:  # else it is busy, for as long as a start may take
+                async with asyncio.timeout(10):
+                    await self._call(self._actor.close.remote())
         finally:
             ray.kill(self._actor)
 

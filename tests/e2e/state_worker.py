@@ -9,7 +9,8 @@ from tests.e2e.deepspeed_worker import Rank, learner, share_of, state_digest, to
 
 
 def train_and_save(at: Rank, end: int, save_at: int, target: Path) -> dict[str, Any]:
-    """Steps 0 to ``end`` on the recorded batches; the state of ``save_at`` is written after the last."""
+    """Steps 0 to ``end`` on the recorded batches; the state of ``save_at`` is written after the last, and
+    the weights alone of ``end`` into a folder ``weights`` beside it."""
     with learner(at) as (rank, _):
         norms, digests = [], []
         for version in range(end):
@@ -18,6 +19,8 @@ def train_and_save(at: Rank, end: int, save_at: int, target: Path) -> dict[str, 
             norms.append(rank.step(share_of(at, version)).metrics["actor/grad_norm"])
             digests.append(state_digest(rank))
         files = rank.write_state(target)
+        rank.copy_state(weights_only=True)
+        rank.write_state(target / "weights")
         return {
             "norms": norms,
             "digests": digests,

@@ -71,6 +71,7 @@ def test_bench_compares_real_runs(tmp_path: Path) -> None:
     assert json.loads((folder / "bench.json").read_text()) == document
     for name in ("sync-0", "async-0"):
         check_timeline(folder / name)
+        assert [p.name for p in (folder / name / "checkpoints").iterdir()] == ["step_0"]
 
 
 def check_timeline(run: Path) -> None:
@@ -79,7 +80,7 @@ def check_timeline(run: Path) -> None:
     ]
     assert len(lines) >= 1 + WARM_UP + STEPS
     lasted, tracks = durations(run / "trace.json")
-    for phase in ("train", "wait_for_batch", "wait_for_policy", "weight_sync"):
+    for phase in ("train", "wait_for_batch", "wait_for_policy", "weight_sync", "checkpoint"):
         total = sum(line.get(f"timing_s/{phase}", 0.0) for line in lines)
         assert lasted[phase] == pytest.approx(total, abs=1e-4), phase
     assert {"slot 0", "rank 0", "reward worker 0", "weight_sync"} <= tracks

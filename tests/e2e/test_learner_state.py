@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from asyncrl.checkpoint.files import measure
@@ -85,8 +86,9 @@ def test_another_number_of_ranks_and_stage_goes_on_closely(
     found, *_ = run_ranks(resume, folder, stage=stage, ranks=ranks, start=SAVED, end=END, source=source)
     expected = undisturbed[setup][0]
     np.testing.assert_allclose(found["norms"], expected["norms"][SAVED:], rtol=1e-4)
+    assert found["parameters"].keys() == expected["parameters"].keys()
     for name, parameter in expected["parameters"].items():
-        np.testing.assert_allclose(found["parameters"][name], parameter, atol=1e-5)
+        np.testing.assert_allclose(found["parameters"][name], parameter, rtol=0, atol=1e-5)
 
 
 def test_the_files_are_plain_safetensors_under_the_models_names(
@@ -112,6 +114,19 @@ def test_every_way_of_saving_holds_the_same_parameters(
             np.testing.assert_allclose(other.read("weight", name), first.read("weight", name), atol=1e-5)
         with pytest.raises(CheckpointError, match=r"1 trained tensors differ, the first is new\.weight"):
             other.require({n: p.shape for n, p in other.parameters.items()} | {"new.weight": (2,)})
+
+
+def test_weights_alone_are_the_policys_and_nothing_else(
+    folder: Path, undisturbed: dict[Setup, list[dict[str, Any]]]
+) -> None:
+    for setup, ranks in undisturbed.items():
+        saved = SavedState(saved_by(folder, setup) / "weights")
+        assert saved.parameters.keys() == ranks[0]["parameters"].keys()
+        assert {parameter.updates for parameter in saved.parameters.values()} == {0}, "no moments"
+        for name, parameter in ranks[0]["parameters"].items():
+            # Masters: rounded to what the model computes in, they are its parameters.
+            found = saved.read("weight", name).to(getattr(torch, setup[2])).float()
+            np.testing.assert_array_equal(found.view(parameter.shape).numpy(), parameter)
 
 
 def test_a_reference_in_the_learner_goes_on_too(folder: Path) -> None:

@@ -113,9 +113,35 @@ def test_sigterm_takes_a_checkpoint_that_an_overlapped_run_goes_on_from(folder: 
     assert all(line["staleness/max"] <= 2 for line in run.metrics[1:])
     evaluated = {line["step"] for line in run.metrics if "eval/reward_mean" in line}
     assert {0, steps} <= evaluated
-    best = json.loads((run.folder / "checkpoints" / "best.json").read_text())
-    assert best["step"] in evaluated
-    assert {best["step"], steps} <= set(steps_on_disk(run))
+    best = json.loads((run.folder / "checkpoints" / "best.json").read_text())["step"]
+    assert best in evaluated
+    assert steps in steps_on_disk(run)
+    kept = [p.name for p in run.folder.glob("checkpoints/*_*") if p.name.endswith(f"_{best}")]
+    assert kept in ([f"step_{best}"], [f"weights_{best}"])
+    assert not [p for p in run.folder.glob("checkpoints/weights_*") if p.name != f"weights_{best}"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "reached"),
+    [
+        (signal.SIGINT, 130, lambda run: (run.folder / "config.yaml").exists()),
+        (signal.SIGTERM, 143, lambda run: "starting all actors" in run.text),
+    ],
+    ids=["SIGINT before Ray", "SIGTERM while actors load"],
+)
+def test_a_signal_before_training_ends_the_run_at_once(
+    folder: Path, number: signal.Signals, code: int, reached: Callable[[Run], bool]
+) -> None:
+    name = f"early-{code}"
+    run = start(folder, "run.steps=1", name=name)
+    wait_until(run, "its start", lambda: reached(run))
+    run.interrupt(number)
+    # Loading, the first push and an evaluation are left out: what takes time is Ray's own end.
+    assert run.wait(60) == code, run.text
+    run.assert_nothing_left(within_s=30)
+    assert "before training began" in run.text
+    assert "evaluating" not in run.text
+    assert_one_history(finish(folder, "run.steps=1", name=name), steps=1)
 
 
 def test_another_model_and_a_used_folder_exit_with_2(folder: Path, undisturbed: Run) -> None:

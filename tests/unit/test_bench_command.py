@@ -45,7 +45,10 @@ def test_runs_are_interleaved_and_leave_their_figures(
     def train(config_file: Path, overrides: Sequence[str], log_file: Path) -> int:
         asked = load_config(config_file, overrides)
         assert asked.run.steps == 1 + 3 + 2
-        assert asked.eval.every == asked.log.rollouts_every == 0
+        assert asked.eval.every == asked.log.rollouts_every == asked.checkpoint.every == 0
+        assert not asked.checkpoint.at_end
+        assert not asked.checkpoint.keep_best
+        assert asked.checkpoint.resume == "never"
         ran.append(asked.run.name)
         depth, bound = asked.schedule.pipeline_depth, asked.schedule.max_staleness
         schedule = {"pipeline_depth": depth, "max_staleness": bound}

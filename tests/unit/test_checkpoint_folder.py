@@ -18,12 +18,12 @@ from asyncrl.errors import CheckpointError
 FILES = {"state.json": b'{"step": 3}\n', "ready.msgpack": bytes(range(256)) * 40, "empty": b""}
 
 
-def save(store: CheckpointStore, step: int) -> Path:
+def save(store: CheckpointStore, step: int, *, weights_only: bool = False) -> Path:
     part = store.begin(step)
     (part / "learner").mkdir()
     entries = [write_file(part, name, data) for name, data in FILES.items()]
     tensors = write_file(part, "learner/rank-0.safetensors", b"\1\2\3" * 1000)
-    return store.seal(part, step, step, [*entries, tensors])
+    return store.seal(part, step, step, [*entries, tensors], weights_only=weights_only)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +125,20 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert store.steps() == [3, 5, 6]
     store.prune(1)
     assert store.steps() == [6]
+
+
+def test_weights_alone_are_no_checkpoint_and_stay_while_they_are_wanted(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for step in (1, 2, 3):
+        save(store, step, weights_only=True)
+    save(store, 2)
+    assert (store.steps(), store.weights_steps()) == ([2], [1, 2, 3])
+    assert [store.holding(step) for step in (2, 3, 4)] == [store.path(2), store.weights_path(3), None]
+    store.prune(1, keep={2, 3})
+    assert (store.steps(), store.weights_steps()) == ([2], [3]), "the checkpoint of 2 has its weights"
+    store.set_aside(after=2)
+    assert (store.steps(), store.weights_steps()) == ([2], [])
+    assert (store.folder / "weights_3.rolled_back" / MANIFEST).exists()
 
 
 def test_going_back_sets_later_checkpoints_and_their_best_aside(tmp_path: Path) -> None:

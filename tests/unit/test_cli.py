@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from asyncrl.cli import app
 from asyncrl.config import Config
 from asyncrl.errors import LearnerError
+from asyncrl.stop_signals import StopSignals
 
 HEAVY = {
     "torch",
@@ -101,7 +102,7 @@ def test_train_passes_the_config_on_and_its_exit_code_back(
 ) -> None:
     seen: list[Config] = []
 
-    def train(config: Config) -> int:
+    def train(config: Config, signals: StopSignals) -> int:
         seen.append(config)
         return 130
 
@@ -111,7 +112,7 @@ def test_train_passes_the_config_on_and_its_exit_code_back(
 
 
 def test_a_failed_run_exits_with_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(config: Config) -> int:
+    def train(config: Config, signals: StopSignals) -> int:
         raise LearnerError("rank 0 died")
 
     monkeypatch.setattr("asyncrl.run.train", train)

@@ -20,7 +20,7 @@ from asyncrl.checkpoint.store import Best, CheckpointStore
 from asyncrl.config import Config, LoraSection
 from asyncrl.config_load import dump_config, parse_config
 from asyncrl.errors import CheckpointError
-from asyncrl.export import export, find_checkpoint
+from asyncrl.export import config_of, export, find_checkpoint
 from asyncrl.learners.lora import LoraAdapter
 from asyncrl.learners.state_files import Part, write_state
 from asyncrl.ledger import Frontier
@@ -40,6 +40,7 @@ STATE_OF_STEP = RunState(
     elapsed_s=1.0,
     seed=0,
     data="",
+    models={},
     learner=True,
 )
 
@@ -53,18 +54,28 @@ def model_path(tmp_path: Path) -> Path:
     return folder
 
 
-def save(store: CheckpointStore, step: int, config: Config, model: Any, *, learner: bool = True) -> Path:
+def save(
+    store: CheckpointStore,
+    step: int,
+    config: Config,
+    model: Any,
+    *,
+    learner: bool = True,
+    weights_only: bool = False,
+) -> Path:
     """What a learner of one rank writes of the model's trained parameters, and a controller beside it."""
     part = store.begin(step)
     trained = [(n, p.detach().float()) for n, p in model.named_parameters() if p.requires_grad]
     parts = [Part(name, tuple(p.shape), 0, p.numel(), 0) for name, p in trained]
     flat = ((f"weight/{name}", p.reshape(-1).contiguous()) for name, p in trained)
-    entries = [replace(e, path=f"{LEARNER}/{e.path}") for e in write_state(part / LEARNER, 0, 1, parts, flat)]
-    state = replace(STATE_OF_STEP, step=step, learner=learner)
-    entries.append(write_file(part, STATE, state.encode()))
-    entries.append(write_file(part, READY, b""))
-    entries.append(write_file(part, CONFIG, dump_config(config).encode()))
-    return store.seal(part, step, step, entries)
+    entries = [write_file(part, CONFIG, dump_config(config).encode())]
+    if learner:
+        written = write_state(part / LEARNER, 0, 1, parts, flat)
+        entries += [replace(e, path=f"{LEARNER}/{e.path}") for e in written]
+    if not weights_only:
+        state = replace(STATE_OF_STEP, step=step, learner=learner)
+        entries += [write_file(part, STATE, state.encode()), write_file(part, READY, b"")]
+    return store.seal(part, step, step, entries, weights_only=weights_only)
 
 
 def test_the_export_is_what_was_trained(tmp_path: Path, model_path: Path) -> None:
@@ -98,6 +109,23 @@ def test_adapters_are_merged_and_kept_beside(tmp_path: Path, model_path: Path) -
     with torch.inference_mode():
         torch.testing.assert_close(merged(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
     assert (tmp_path / "hf" / "adapter" / "adapter_config.json").is_file()
+
+
+def test_a_run_is_exported_as_its_best_version_whose_weights_were_kept_alone(
+    tmp_path: Path, model_path: Path
+) -> None:
+    best = tiny_llama(seed=7, tied=True)
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    save(store, 2, parse_config(BASE), best, weights_only=True)
+    save(store, 3, parse_config(BASE), tiny_llama(seed=8, tied=True))
+    assert find_checkpoint(tmp_path / "run") == store.path(3), "none is known to be the best"
+    store.set_best(Best(2, 0.5))
+    found = find_checkpoint(tmp_path / "run")
+    assert found == store.weights_path(2)
+    assert config_of(found) == parse_config(BASE)
+    export(found, tmp_path / "hf", str(model_path))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in best.state_dict().items())
 
 
 def test_a_runs_folder_stands_for_its_best_checkpoint_or_its_newest(tmp_path: Path) -> None:

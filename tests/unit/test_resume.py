@@ -15,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asyncrl.checkpoint.compatibility import Origin
+from asyncrl.checkpoint.manifest import verify
 from asyncrl.checkpoint.resume import Resumed, prepare
 from asyncrl.checkpoint.saver import Saver
 from asyncrl.checkpoint.store import Best, CheckpointStore
@@ -24,6 +26,7 @@ from asyncrl.controller import Controller, Summary
 from asyncrl.environments.base import RolloutResult
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.evaluation import Evaluator
+from asyncrl.export import find_checkpoint
 from asyncrl.generators.local import LocalReplica
 from asyncrl.generators.pool import GeneratorPool
 from asyncrl.generators.scripted import ScriptedGenerator
@@ -36,6 +39,7 @@ from asyncrl.weight_sync.publish import WeightPublisher
 
 from .controller_harness import BASE, Log, ScriptedScorer, Stream, sample_reward
 
+OF = Origin("data", {})
 EVAL_TASKS = [Task(i, f"eval-{i}", "", (1, 2)) for i in range(2)]
 
 
@@ -86,14 +90,24 @@ class Leg:
     controller: Controller
 
 
-def leg(config: Config, *, killed_after_s: float | None = None, stop_at_step: int | None = None) -> Leg:
-    """Run until the end, or until virtual time ``killed_after_s``: then all stops as it is."""
+def leg(
+    config: Config,
+    *,
+    killed_after_s: float | None = None,
+    stop_at_step: int | None = None,
+    stop_after_s: float | None = None,
+    start_s: float = 0.0,
+) -> Leg:
+    """Run until the end, or until virtual time ``killed_after_s``: then all stops as it is.
+
+    ``stop_at_step`` and ``stop_after_s``: when SIGTERM comes. ``start_s``: how long the learner starts.
+    """
     config.run.folder.mkdir(parents=True, exist_ok=True)
-    resumed = prepare(config, "data")
+    resumed = prepare(config, OF)
     learner = ScriptedLearner(
-        max_staleness=config.schedule.max_staleness, step_s=1.0, push_s=0.25, copy_s=0.125
+        max_staleness=config.schedule.max_staleness, step_s=1.0, push_s=0.25, copy_s=0.125, start_s=start_s
     )
-    files = RunFolder(config.run.folder, resolve=list, rollouts_every=0)
+    files = RunFolder(config.run.folder, resolve=list, rollouts_every=0, trace_bytes=1 << 20)
     observer = Written(files=files, stop_at_step=stop_at_step)
     built: list[Controller] = []
 
@@ -119,7 +133,7 @@ def leg(config: Config, *, killed_after_s: float | None = None, stop_at_step: in
             resolve=list,
             lines_on_disk=files.on_disk,
             config_text=dump_config(config),
-            data="data",
+            of=OF,
             last_step=None if resumed is None or resumed.elsewhere else resumed.state.step,
         )
         controller = Controller(
@@ -132,6 +146,7 @@ def leg(config: Config, *, killed_after_s: float | None = None, stop_at_step: in
             observer,
             saver=saver,
             resumed=resumed,
+            timeline=files.timeline,
         )
         observer.check = controller.ledger.check
         built.append(controller)
@@ -139,6 +154,8 @@ def leg(config: Config, *, killed_after_s: float | None = None, stop_at_step: in
         if stop_at_step is not None:
             await observer.reached.wait()
             controller.request_stop("SIGTERM")
+        if stop_after_s is not None:
+            loop.call_later(stop_after_s, controller.request_stop, "SIGTERM")
         if killed_after_s is None:
             return await run
         await asyncio.wait([run], timeout=killed_after_s)
@@ -266,7 +283,7 @@ def test_only_damaged_checkpoints_are_refused_with_every_reason(tmp_path: Path) 
     for folder in (config.run.folder / "checkpoints").glob("step_*"):
         (folder / "learner" / "version").write_bytes(b"7")
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .*step_4/learner/version.*step_3/"):
-        prepare(config, "data")
+        prepare(config, OF)
 
 
 def test_a_lost_line_of_the_ledger_is_noticed(tmp_path: Path) -> None:
@@ -276,13 +293,13 @@ def test_a_lost_line_of_the_ledger_is_noticed(tmp_path: Path) -> None:
     _, *rest = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(rest))
     with pytest.raises(CheckpointError, match="lines were lost or repeated"):
-        prepare(config, "data")
+        prepare(config, OF)
 
 
 def test_a_finished_run_has_nothing_left_to_do_until_it_is_to_be_longer(tmp_path: Path) -> None:
     config = config_in(tmp_path, "run.steps=3")
     leg(config)
-    resumed = prepare(config, "data")
+    resumed = prepare(config, OF)
     assert resumed is not None
     assert resumed.finished
     longer = config_in(tmp_path, "run.steps=5")
@@ -305,7 +322,7 @@ def test_what_cannot_go_on_is_refused_and_nothing_changes(tmp_path: Path, overri
     config = config_in(tmp_path, "run.steps=6", override)
     files = {p: p.read_bytes() for p in config.run.folder.rglob("*") if p.is_file()}
     with pytest.raises(ConfigError, match=words):
-        prepare(config, "data")
+        prepare(config, OF)
     assert {p: p.read_bytes() for p in config.run.folder.rglob("*") if p.is_file()} == files
 
 
@@ -313,7 +330,7 @@ def test_other_prompts_are_refused(tmp_path: Path) -> None:
     config = config_in(tmp_path, "run.steps=6")
     leg(config, stop_at_step=2)
     with pytest.raises(ConfigError, match=r"data\.train: the prompts, or their order"):
-        prepare(config, "other data")
+        prepare(config, Origin("other data", {}))
 
 
 def test_other_changes_are_said_and_what_was_sampled_under_others_is_sampled_again(
@@ -343,12 +360,12 @@ def test_never_and_folders_without_a_checkpoint_name_both_ways_out(tmp_path: Pat
     leg(config_in(tmp_path, "run.steps=2"))
     never = config_in(tmp_path, "run.steps=2", "checkpoint.resume=never")
     with pytest.raises(ConfigError, match=r"choose another run\.name.*set checkpoint\.resume to auto"):
-        prepare(never, "data")
+        prepare(never, OF)
     other = config_in(tmp_path / "other", "run.steps=2")
     other.run.folder.mkdir(parents=True)
     (other.run.folder / "metrics.jsonl").write_text('{"step": 0}\n')
     with pytest.raises(ConfigError, match=r"choose another run\.name, or delete the folder"):
-        prepare(other, "data")
+        prepare(other, OF)
 
 
 def test_a_path_starts_another_run_from_this_ones_checkpoint(tmp_path: Path) -> None:
@@ -389,8 +406,121 @@ def test_the_best_evaluation_keeps_its_weights(tmp_path: Path) -> None:
     store = CheckpointStore(config.run.folder / "checkpoints")
     assert set(rewards) == {2, 4, 6, 8, 10, 12}
     assert store.best() == Best(6, max(rewards.values()))
-    assert store.steps() == [6, 12]
-    assert (store.path(6) / "learner" / "version").read_text() == "6"
+    assert (store.steps(), store.weights_steps()) == ([12], [6])
+    assert (store.weights_path(6) / "learner" / "weights").read_text() == "6"
+    assert {entry.path for entry in verify(store.weights_path(6)).files} == {"config.yaml", "learner/weights"}
+    assert find_checkpoint(config.run.folder) == store.weights_path(6)
+    with pytest.raises(CheckpointError, match="holds weights alone"):
+        prepare(config_in(tmp_path / "other", f"checkpoint.resume={store.weights_path(6)}"), OF)
+
+
+def test_a_checkpoint_of_the_best_version_is_kept_in_place_of_its_weights(tmp_path: Path) -> None:
+    config = config_in(
+        tmp_path, "run.steps=12", "eval.every=2", "checkpoint.every=3", "checkpoint.keep_last=1"
+    )
+    leg(config)
+    store = CheckpointStore(config.run.folder / "checkpoints")
+    assert store.best() == Best(6, 0.0)
+    assert (store.steps(), store.weights_steps()) == ([6, 12], [])
+
+
+def test_no_weights_are_kept_of_a_version_whose_evaluation_nobody_will_know(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.steps=12", "eval.every=2", "checkpoint.every=0")
+    leg(config, stop_at_step=9)
+    store = CheckpointStore(config.run.folder / "checkpoints")
+    assert store.weights_steps() == [6]
+    leg(config)
+    assert store.best() == Best(6, 0.0)
+    assert store.weights_steps() == [6]
+    assert_one_history(config)
+
+
+def test_an_evaluation_that_was_interrupted_counts_once_it_was_made_again(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.steps=9", "eval.every=6", "checkpoint.every=6")
+    store = CheckpointStore(config.run.folder / "checkpoints")
+    undisturbed = config_in(tmp_path / "undisturbed", "run.steps=9", "eval.every=6", "checkpoint.every=6")
+    leg(undisturbed)
+    end = lines(undisturbed, "metrics.jsonl")[6]["time"]
+    leg(config, killed_after_s=end + 0.5)
+    assert store.steps()[-1] == 6
+    assert store.best() is None, "killed too late: the evaluation was known"
+    leg(config)
+    assert store.best() == Best(6, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("hf", "exported"),
+    [("never", []), ("last", [4]), ("every", [1, 2, 3, 4])],
+    ids=["never", "last", "every"],
+)
+def test_the_chosen_checkpoints_hold_the_policy_for_other_libraries(
+    tmp_path: Path, hf: str, exported: list[int]
+) -> None:
+    config = config_in(tmp_path, "run.steps=4", f"checkpoint.hf={hf}", "checkpoint.keep_last=9")
+    leg(config)
+    store = CheckpointStore(config.run.folder / "checkpoints")
+    assert store.steps() == [0, 1, 2, 3, 4]
+    for step in store.steps():
+        files = {entry.path for entry in verify(store.path(step)).files}
+        assert ("hf/version" in files) == (step in exported)
+        if step in exported:
+            assert (store.path(step) / "hf" / "version").read_text() == str(step)
+
+
+@pytest.mark.parametrize("stop_at_step", [None, 2], ids=["to its end", "by a signal"])
+def test_a_run_that_wants_no_checkpoints_writes_the_first_alone(
+    tmp_path: Path, stop_at_step: int | None
+) -> None:
+    config = config_in(
+        tmp_path,
+        "run.steps=4",
+        "eval.every=2",
+        "checkpoint.every=0",
+        "checkpoint.at_end=false",
+        "checkpoint.keep_best=false",
+    )
+    final = leg(config, stop_at_step=stop_at_step)
+    assert final.summary is not None
+    store = CheckpointStore(config.run.folder / "checkpoints")
+    assert [p.name for p in store.folder.iterdir()] == ["step_0"]
+
+
+def test_the_timeline_shows_as_much_of_checkpoints_as_the_metrics_say(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.steps=6", "eval.every=2", "checkpoint.every=4")
+    leg(config)
+    events = json.loads((config.run.folder / "trace.json").read_text())
+    shown = [event["dur"] / 1e6 for event in events if event["name"] == "checkpoint" and event["ph"] == "X"]
+    said = [line.get("timing_s/checkpoint", 0.0) for line in lines(config, "metrics.jsonl")]
+    # The scripted learner copies for 0.125 s: after steps 2, 4 and 6. The last is in the last line.
+    assert sum(shown) == pytest.approx(3 * 0.125)
+    assert sum(said) == pytest.approx(sum(shown))
+    assert said[-1] == pytest.approx(0.125)
+
+
+@pytest.mark.parametrize("after_s", [3.0, 7.6, 13.0], ids=["starting", "the first push", "evaluating"])
+def test_a_signal_before_training_ends_the_run_at_once_and_costs_nothing(
+    tmp_path: Path, after_s: float
+) -> None:
+    """The learner starts for 7.5 s, the push takes 0.25, the evaluation the rest."""
+    config = config_in(tmp_path, "run.steps=3", "eval.every=1")
+    stopped = leg(config, stop_after_s=after_s, start_s=7.5)
+    assert stopped.summary is not None
+    assert (stopped.summary.stopped_by, stopped.summary.steps) == ("SIGTERM", 0)
+    assert stopped.learner.batches == []
+    assert stopped.summary.wall_s == pytest.approx(after_s)
+    assert lines(config, "metrics.jsonl") == []
+    leg(config)
+    assert_one_history(config)
+
+
+def test_a_resumed_run_that_is_stopped_while_it_starts_is_where_it_was(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.steps=6", "eval.every=2")
+    leg(config, stop_at_step=2)
+    before = lines(config, "metrics.jsonl"), lines(config, "ledger.jsonl")
+    assert leg(config, stop_after_s=3.0, start_s=7.5).learner.batches == []
+    assert (lines(config, "metrics.jsonl"), lines(config, "ledger.jsonl")) == before
+    leg(config)
+    assert_one_history(config)
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(

@@ -1,0 +1,232 @@
+"""A run that is killed again and again, in every phase, and loses nothing.
+
+    python benchmarks/kills.py --kills 100 --out runs/kills
+    python benchmarks/kills.py --kills 100 --out runs/kills-to-the-bit --deterministic
+    python benchmarks/kills.py --kills 5 --out /tmp/kills --config mine.yaml run.steps=8
+
+First the run is made undisturbed. Then, with a checkpoint of every step, it is started again and again and
+gets SIGKILL each time: in turn while it starts, samples, updates, pushes and writes a checkpoint, at a moment
+drawn from ``--seed`` (``killed_run.py`` counts the phases). Where a run comes to its end before all kills are
+made, another one follows. At the end of each: every ordinal was retired exactly once, every step has one
+line, no lag was beyond the bound; with ``--deterministic`` the parameters have the bits of the undisturbed
+run's.
+
+``<out>/kills.json`` holds what was done. Started again with the same arguments, this goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.checkpoint.files import replace_file
+from asyncrl.config_load import load_config
+
+sys.path.insert(0, str(Path(__file__).parent))
+from killed_run import PHASES, Moment
+
+ROOT = Path(__file__).parent.parent
+TO_THE_BIT = ("run.deterministic=true", "schedule.pipeline_depth=0", "schedule.max_staleness=0")
+QUIET = ("checkpoint.every=1", "log.trackers=[]", "log.rollouts_every=0", "log.display=lines")
+SHOWN_LINES = 30
+log = logging.getLogger("kills")
+
+
+@dataclass
+class Records:
+    """All that ``kills.json`` holds."""
+
+    arguments: dict[str, Any]
+    """What has to be the same when it is gone on from."""
+    undisturbed: dict[str, Any] | None = None
+    """How the run ends that nobody kills, and ``seconds`` by phase."""
+    kills: list[dict[str, Any]] = field(default_factory=list)
+    """Of each: number, run, what was asked for, and the phase and second in which it came."""
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    """How those that were killed ended."""
+
+    def write(self, path: Path) -> None:
+        replace_file(path, (json.dumps(asdict(self), indent=1) + "\n").encode())
+
+    @staticmethod
+    def read(path: Path, arguments: dict[str, Any]) -> Records:
+        """What there is, or new ones. SystemExit where it was made with other arguments."""
+        if not path.exists():
+            return Records(arguments)
+        found = Records(**json.loads(path.read_text()))
+        if found.arguments != arguments:
+            raise SystemExit(
+                f"{path} was made with {found.arguments}, found {arguments}: give these, or another --out"
+            )
+        return found
+
+
+def draw(seed: int, number: int, seconds: dict[str, float]) -> Moment:
+    """The moment of a kill: phases take turns, the rest is drawn from ``seed`` and the kill's ``number``.
+
+    ``seconds``: how long each phase usually is.
+    """
+    phase = PHASES[number % len(PHASES)]
+    chance = random.Random(f"{seed}-{number}")
+    occurrence = 1 if phase == "start-up" else chance.randint(1, 3)
+    return Moment(phase, occurrence, chance.random() * seconds[phase])
+
+
+@dataclass(frozen=True)
+class Life:
+    """How one process ended."""
+
+    killed: dict[str, Any] | None
+    """The report's line of the kill; None where the run came to its end."""
+    training_s: float | None
+    """From its start to its first update; None where it was killed before."""
+    seconds: dict[str, float]
+    """Of each phase, the usual duration; empty for one that was killed."""
+
+
+class Runs:
+    """Starts runs of one config into ``folder``."""
+
+    def __init__(self, config: Path, folder: Path, overrides: Sequence[str], timeout_s: float) -> None:
+        self._config = config
+        self._folder = folder
+        self._overrides = (*QUIET, *overrides)
+        self._timeout_s = timeout_s
+
+    def live(self, name: str, moment: Moment | None) -> Life:
+        """Start or resume a run, until its end or ``moment``. SystemExit for any other end."""
+        report, output = self._folder / f"{name}.report", self._folder / f"{name}.log"
+        report.unlink(missing_ok=True)
+        command = [
+            sys.executable,
+            str(ROOT / "benchmarks" / "killed_run.py"),
+            str(report),
+            str(moment or "none"),
+        ]
+        command += ["train", "--config", str(self._config), *self._overrides]
+        command += [f"run.dir={self._folder}", f"run.name={name}"]
+        with output.open("ab") as out:
+            done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=self._timeout_s)
+        lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+        said = {line["event"]: line for line in lines}
+        if done.returncode != 0 and "killed" not in said:
+            tail = output.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+            raise SystemExit("\n".join([f"{name} ended with exit code {done.returncode}, after:", *tail]))
+        return Life(
+            said.get("killed"),
+            said["training"]["after_s"] if "training" in said else None,
+            said["ended"]["seconds"] if "ended" in said else {},
+        )
+
+    def verify(self, name: str) -> dict[str, Any]:
+        """How a run ended. AssertionError where something was lost, or there twice, or too old."""
+        folder = self._folder / name
+        config = load_config(folder / "config.yaml", ())
+        ends = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        ordinals, last = sorted(end["ordinal"] for end in ends), lines[-1]
+        assert ordinals == list(range(len(ordinals))), f"{name}: an ordinal was lost, or retired twice"
+        assert len(ends) == last["ledger/submitted"], (
+            f"{name}: {len(ends)} ends of {last['ledger/submitted']}"
+        )
+        steps = [line["step"] for line in lines]
+        assert steps == list(range(len(steps))), f"{name}: steps {steps}"
+        assert last["policy_version"] == config.run.steps, f"{name} ended at {last['policy_version']}"
+        bound, largest = config.schedule.max_staleness, max(line.get("staleness/max", 0) for line in lines)
+        assert largest <= bound, f"{name}: lag {largest}, max_staleness {bound}"
+        return {
+            "run": name,
+            "steps": steps[-1],
+            "ordinals": len(ordinals),
+            "lag_max": largest,
+            "eval_reward": last.get("eval/reward_mean"),
+            "checksum": last["model/checksum"],
+        }
+
+
+def perform(records: Records, file: Path, runs: Runs) -> None:
+    """All that is missing: the undisturbed run, then kills, until the last of the killed runs has ended."""
+    asked = records.arguments
+    if records.undisturbed is None:
+        life = runs.live("undisturbed", None)
+        if not life.seconds:
+            raise SystemExit("the undisturbed run was over before: remove its folder")
+        records.undisturbed = {**runs.verify("undisturbed"), "seconds": life.seconds}
+        records.write(file)
+    while True:
+        number, name = len(records.kills), f"killed-{len(records.runs)}"
+        over = number >= asked["kills"]
+        if over and (not records.kills or records.kills[-1]["run"] != name):
+            return  # the run of the last kill has ended
+        moment = None if over else draw(asked["seed"], number, records.undisturbed["seconds"])
+        life = runs.live(name, moment)
+        if life.killed is None:
+            records.runs.append(ended := runs.verify(name))
+            if asked["deterministic"]:
+                expected = records.undisturbed["checksum"]
+                assert ended["checksum"] == expected, f"{name}: {ended['checksum']}, undisturbed {expected}"
+            log.info("%s came to its end as it should: %s", name, ended)
+        else:
+            phase, after_s = life.killed["phase"], life.killed["after_s"]
+            kill = {"number": number, "run": name, "asked": str(moment), "phase": phase, "after_s": after_s}
+            records.kills.append({**kill, "training_s": life.training_s})
+            log.info("kill %d of %d: %s in its %s", number + 1, asked["kills"], name, phase)
+        records.write(file)
+
+
+def report(records: Records) -> str:
+    """The table of kills by phase, and how the runs ended."""
+    assert records.undisturbed is not None
+    lines = ["| phase | kills |", "| --- | --- |"]
+    for phase in PHASES:
+        lines.append(f"| {phase} | {sum(kill['phase'] == phase for kill in records.kills)} |")
+    starts = [kill["training_s"] for kill in records.kills if kill["training_s"] is not None]
+    if starts:
+        lines += ["", f"From a start to the first update: {statistics.median(starts):.1f} s (median)."]
+    lines += ["", "| run | steps | ordinals | largest lag | eval reward | checksum |", "| --- " * 6 + "|"]
+    for run in (records.undisturbed, *records.runs):
+        reward = "" if run["eval_reward"] is None else f"{run['eval_reward']:.3f}"
+        cells = (run["run"], run["steps"], run["ordinals"], run["lag_max"], reward, run["checksum"])
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments; the run has its own")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
+    parser.add_argument("--out", type=Path, default=Path("runs/kills"))
+    parser.add_argument("--deterministic", action="store_true", help="synchronous, and equal to the bit")
+    parser.add_argument("--timeout-s", type=float, default=3600.0, help="longest life of one process")
+    parser.add_argument("overrides", nargs="*", metavar="KEY.SUB=VALUE")
+    asked = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    asked.out.mkdir(parents=True, exist_ok=True)
+    overrides = [*(TO_THE_BIT if asked.deterministic else ()), *asked.overrides]
+    arguments = {
+        "kills": asked.kills,
+        "seed": asked.seed,
+        "config": str(asked.config.resolve()),
+        "deterministic": asked.deterministic,
+        "overrides": overrides,
+    }
+    file = asked.out / "kills.json"
+    records = Records.read(file, arguments)
+    perform(records, file, Runs(asked.config, asked.out.resolve(), overrides, asked.timeout_s))
+    sys.stdout.write(report(records) + "\n")
+
+
+if __name__ == "__main__":
+    main()
