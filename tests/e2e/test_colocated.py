@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.live_bytes import LiveBytes
 from asyncrl.queues.codec import decode_group, read_records
 from tests.e2e.colocated_worker import ANSWER, take_turns
 from tests.e2e.deepspeed_worker import run_ranks
@@ -13,6 +14,7 @@ from tests.e2e.tiny_policy import save_tiny_policy
 
 from .runs import assert_sound, finish
 
+PHASES = ["start", "rollout", "before update", "in update", "after update", "push"]
 COLOCATED = ("placement.mode=colocated", "schedule.kv_after_swap=recompute")
 
 
@@ -72,17 +74,20 @@ def test_updates_and_pushes_leave_the_weights_where_they_are_and_the_other_side_
         # Each answer went through all turns, and no token was lost on the way.
         assert all(len(versions) == ANSWER for versions in found["versions"])
         assert all(set(versions) == {0, 1, 2, 3} for versions in found["versions"])
-        by_phase: dict[str, list[dict[str, int]]] = {}
-        for phase, owners in found["bytes"]:
-            by_phase.setdefault(phase, []).append(owners)
-        parameters = by_phase["awake"][0]["parameters"]
+        by_phase: dict[str, list[LiveBytes]] = {}
+        for phase, sampled in found["bytes"]:
+            by_phase.setdefault(phase, []).append(sampled)
+        assert list(by_phase) == PHASES
+        parameters = by_phase["start"][0].parameters
         for phase, samples in by_phase.items():
-            assert len(samples) == updates
-            for owners in samples:
-                assert owners["staging"] == 0
-                assert owners["parameters"] == parameters
-                assert (owners["kv"] > 0) == (phase == "awake")
-                assert (owners["gradients"] > 0) == (phase == "gradients taken")
+            assert len(samples) == (1 if phase == "start" else updates)
+            for sampled in samples:
+                assert sampled.staging == 0
+                assert sampled.parameters == parameters
+                assert (sampled.kv > 0) == (phase == "rollout")
+                assert (sampled.gradients > 0) == (phase == "in update")
+        values = parameters / (4 if dtype == "float32" else 2)
+        assert by_phase["push"][-1].optimizer >= 8 * values / ranks, "the moments alone take 8 bytes a value"
         # Nobody else holds as much as half a copy of the weights.
-        owned = sum(by_phase["awake"][-1].values())
+        owned = by_phase["rollout"][-1].total
         assert found["total"] - owned < parameters / 2
