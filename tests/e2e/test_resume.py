@@ -118,6 +118,52 @@ def test_sigterm_takes_a_checkpoint_that_an_overlapped_run_goes_on_from(folder: 
     assert {best["step"], steps} <= set(steps_on_disk(run))
 
 
+COLOCATED = ("placement.mode=colocated", "schedule.kv_after_swap=recompute")
+
+
+def test_a_run_killed_colocated_and_split_goes_on_the_other_way_with_equal_bits(
+    folder: Path, undisturbed: Run
+) -> None:
+    """Against an undisturbed split run: a checkpoint does not depend on who shares a process."""
+    marks = []
+    for steps, placement in ((1, COLOCATED), (3, ())):
+        run = start(folder, *SYNC, *placement, name="moved")
+        run.wait_for_steps(steps)
+        kill(run)
+        marks.append(run)
+    run = finish(folder, *SYNC, *COLOCATED, "weight_sync.canary_every=10", name="moved")
+    for killed in marks:
+        killed.assert_nothing_left(within_s=30)
+    assert_one_history(run, steps=STEPS)
+    assert "placement.mode was split and is colocated from here on" in run.text
+    assert run.metrics[-1]["model/checksum"] == undisturbed.metrics[-1]["model/checksum"]
+    assert numbers(run) == numbers(undisturbed)
+    # The loaded weights are those that the engine computes with, after each wake.
+    assert run.metrics[-1]["weight_sync/canary_diff_max"] < 1e-3
+
+
+def test_a_colocated_run_killed_with_answers_carried_over_loses_none(folder: Path) -> None:
+    settings = (
+        *COLOCATED,
+        "run.steps=5",
+        "generators.slots=4",
+        "schedule.pipeline_depth=1",
+        "schedule.max_staleness=2",
+        "checkpoint.every=1",
+        "data.eval=null",
+    )
+    first = start(folder, *settings, name="carried")
+    first.wait_for_steps(2)
+    kill(first)
+    run = finish(folder, *settings, name="carried")
+    first.assert_nothing_left(within_s=30)
+    assert_one_history(run, steps=5)
+    assert "going on from" in run.text
+    assert all(line["staleness/max"] <= 2 for line in run.metrics[1:])
+    assert sum(line["turns/carried_samples"] for line in run.metrics[1:]) > 0
+    assert run.metrics[-1]["ledger/trained"] == 5 * 2
+
+
 def test_another_model_and_a_used_folder_exit_with_2(folder: Path, undisturbed: Run) -> None:
     for override, words in (
         ("checkpoint.resume=never", "choose another run.name"),
