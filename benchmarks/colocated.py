@@ -5,8 +5,8 @@
     python benchmarks/colocated.py --report              the page, of what there is
 
 - Runs: ``asyncrl train`` colocated at pipeline_depth 1 against 0, in turn, on answers with long-tailed
-  lengths (counting to n, n log-normal). A learning rate of next to nothing leaves the policy as it is: so both
-  have the same lengths to sample.
+  lengths (counting to n, n log-normal). A learning rate of next to nothing leaves the policy as it is, so
+  that both have the same lengths to sample.
 - Pushes: seconds and bytes of one, colocated and split, for two sizes of a model.
 - Bytes: who holds how much in each phase of a turn.
 
@@ -126,8 +126,8 @@ def page(report: dict[str, Any]) -> str:
     lines = [
         "# Colocated, as measured",
         "",
-        f"{machine['processor']}, {machine['cores']} cores. `python benchmarks/colocated.py` makes this page,",
-        "and `docs/colocated.json` with all figures.",
+        f"{machine['processor']}, {machine['cores']} cores. `python benchmarks/colocated.py` makes this page",
+        "and `docs/colocated.json`, with all figures.",
         *runs_table(report["runs"]),
         *pushes_table(report["models"]),
         *bytes_table(report["models"]),
@@ -174,8 +174,8 @@ def pushes_table(models: dict[str, dict[str, Any]]) -> Iterator[str]:
         "",
         "## A push",
         "",
-        f"Medians, after an update each. Waking takes memory for keys and values, and computes those of {SLOTS}",
-        "unfinished answers anew, which a split push with `kv_after_swap: keep` does not.",
+        "Medians, after an update each. Waking takes memory for keys and values, and computes anew those of",
+        f"{SLOTS} unfinished answers, which a split push with `kv_after_swap: keep` does not.",
         "",
         "| model | parameters | split: MiB | ms | colocated: MiB | ms to name it | ms to wake at it |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -58,6 +58,30 @@ def test_two_slots_carry_unfinished_answers_over_their_updates(tmp_path: Path) -
     assert any(t.versions[0] < t.versions[-1] for t in answers), "no answer went on under a newer version"
 
 
+def test_a_critic_and_a_reference_that_follows_have_processes_of_their_own(tmp_path: Path) -> None:
+    """The reference alone is sent weights: those that the generators have in common with the learner."""
+    run = finish(
+        tmp_path,
+        *COLOCATED,
+        "run.steps=4",
+        "algorithm.advantage=gae",
+        "algorithm.kl=loss",
+        "reference.refresh_every=2",
+        "schedule.pipeline_depth=0",
+        "schedule.max_staleness=0",
+        "learner.lr=1.0e-2",
+        "data.eval=null",
+        name="roles",
+    )
+    assert_sound(run, max_staleness=0, capacity=2)
+    lines = run.metrics[1:]
+    assert [line["reference/version"] for line in lines] == [0, 0, 2, 2]
+    kl = [line["actor/reference_kl"] for line in lines]
+    assert max(map(abs, kl[::2])) < 1e-5 < min(map(abs, kl[1::2])), kl
+    assert all(line["critic/grad_norm"] > 0 for line in lines)
+    assert all(line["weight_sync/canary_diff_max"] < 1e-3 for line in lines)
+
+
 @pytest.mark.parametrize(
     ("stage", "ranks", "dtype"), [(0, 1, "float32"), (2, 2, "float32"), (2, 1, "bfloat16")]
 )

@@ -131,7 +131,7 @@ def test_a_run_killed_colocated_and_split_goes_on_the_other_way_with_equal_bits(
         run.wait_for_steps(steps)
         kill(run)
         marks.append(run)
-    run = finish(folder, *SYNC, *COLOCATED, "weight_sync.canary_every=10", name="moved")
+    run = finish(folder, *SYNC, *COLOCATED, name="moved")
     for killed in marks:
         killed.assert_nothing_left(within_s=30)
     assert_one_history(run, steps=STEPS)
@@ -145,6 +145,9 @@ def test_a_run_killed_colocated_and_split_goes_on_the_other_way_with_equal_bits(
 def test_a_colocated_run_killed_with_answers_carried_over_loses_none(folder: Path) -> None:
     settings = (
         *COLOCATED,
+        # Takes the place of the parameters that both sides have, in each update.
+        "algorithm.kl=loss",
+        "reference.place=learner",
         "run.steps=5",
         "generators.slots=4",
         "schedule.pipeline_depth=1",
@@ -162,6 +165,7 @@ def test_a_colocated_run_killed_with_answers_carried_over_loses_none(folder: Pat
     assert all(line["staleness/max"] <= 2 for line in run.metrics[1:])
     assert sum(line["turns/carried_samples"] for line in run.metrics[1:]) > 0
     assert run.metrics[-1]["ledger/trained"] == 5 * 2
+    assert all(line["weight_sync/canary_diff_max"] < 1e-3 for line in run.metrics[1:])
 
 
 def test_another_model_and_a_used_folder_exit_with_2(folder: Path, undisturbed: Run) -> None:
