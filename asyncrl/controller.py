@@ -423,7 +423,8 @@ class Controller:
                 self._retire_batch(version, groups, result)
                 self._groups.retire_idle(idle)
             evaluation = await self._pushes.publish_if_due(group)
-            await self._turns.to_generators()  # where nothing was published, they sleep still
+            # Where nothing was published, they sleep still.
+            await self._turns.to_generators(self.budget.version)
             # Their KL was taken of all tokens that they landed with.
             scored = [landed_as[meta.ordinal] for meta in metas]
             record |= {**result.metrics, **self._kl.end_step(scored, result)}

@@ -104,8 +104,8 @@ def _colocated(
         health_timeout_s=generators.health_timeout_s,
         timeline=timeline,
     )
-    turns = ColocatedTurns(pool, timeout_s=timeout_s)
-    publisher = RelabelPublisher(learner, pool, turns, timeout_s=timeout_s, canary=canary)
+    turns = ColocatedTurns(pool, learner, timeout_s=timeout_s, canary=canary)
+    publisher = RelabelPublisher(pool, turns, timeout_s=timeout_s, canary=canary)
     return Sides(pool, learner, publisher, turns)
 
 

@@ -7,18 +7,23 @@ generators wake at it, and the unfinished answers go on under the new weights.
 Invariants:
 - Never both: no update runs unless all generators sleep, and they sample nothing while one runs.
 - No turn is taken from a running evaluation: it is of one version, and an update would change that.
+- Where there is a canary, no turn of the generators goes on unless they compute what the learner does, also
+  after an update that changed nothing. The learner's half of it is taken in its own turn.
 - Every change of turn has a deadline, ``weight_sync.timeout_s``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Literal, Protocol
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Literal, Protocol
 
 from asyncrl.generators.base import Asleep
 from asyncrl.generators.pool import GeneratorPool
+from asyncrl.learners.base import Learner
 from asyncrl.types import Metrics
 from asyncrl.waiting import now
+from asyncrl.weight_sync.canary import Canary
 from asyncrl.weight_sync.together import together
 
 
@@ -32,8 +37,11 @@ class Turns(Protocol):
         """
         ...
 
-    async def to_generators(self) -> None:
-        """Return once the generators may sample. Raises GeneratorError or PushTimeoutError."""
+    async def to_generators(self, version: int) -> None:
+        """Return once the generators may sample with ``version``, which they have.
+
+        Raises GeneratorError, PushTimeoutError, or CanaryError.
+        """
         ...
 
     def take_metrics(self) -> Metrics:
@@ -47,7 +55,7 @@ class NoTurns:
     async def to_learner(self, evaluated: Callable[[], Awaitable[None]]) -> None:
         """At once."""
 
-    async def to_generators(self) -> None:
+    async def to_generators(self, version: int) -> None:
         """At once."""
 
     def take_metrics(self) -> Metrics:
@@ -60,9 +68,20 @@ class ColocatedTurns:
     The first turn is the learner's: replicas start asleep.
     """
 
-    def __init__(self, pool: GeneratorPool, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        pool: GeneratorPool,
+        learner: Learner,
+        *,
+        timeout_s: float,
+        canary: Canary | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._pool = pool
+        self._learner = learner
         self._timeout_s = timeout_s
+        self._canary = canary
+        self._clock = clock
         self._whose: Literal["learner", "generators"] = "learner"
         self._seconds = 0.0
         self._carried_groups = 0
@@ -76,23 +95,48 @@ class ColocatedTurns:
         start = now()
         groups = sum(len(member.groups) for member in self._pool.members)
         asleep: list[Asleep]
-        (asleep,) = await together(self._timeout_s, "putting the generators to sleep", self._pool.sleep())
+        (asleep,) = await self._together("putting the generators to sleep", self._pool.sleep())
         self._whose = "learner"
         self._carried_groups += groups
         self._carried_samples += sum(one.sequences for one in asleep)
         self._freed_bytes = sum(one.freed_bytes for one in asleep)
         self._seconds += now() - start
 
-    async def to_generators(self) -> None:
+    async def to_generators(self, version: int) -> None:
         if self._whose == "generators":
             return
+        if self._canary is not None:
+            await self._score_learner(self._canary, version)
         start = now()
-        await together(self._timeout_s, "waking the generators", self._pool.wake())
+        await self._together("waking the generators", self._pool.wake())
         self._whose = "generators"
         self._seconds += now() - start
+        if self._canary is not None:
+            await self._check(self._canary, version)
+
+    async def _score_learner(self, canary: Canary, version: int) -> None:
+        start = self._clock()
+        doing = f"scoring the canary of version {version} by the learner"
+        (logprobs,) = await self._together(doing, self._learner.score(canary.token_ids))
+        canary.expect(version, logprobs, self._clock() - start)
+
+    async def _check(self, canary: Canary, version: int) -> None:
+        """Compare what the generators compute, now that they are awake. Raises CanaryError."""
+        start = self._clock()
+        members = self._pool.receivers
+        names = [member.name for member in members]
+        found = await self._together(
+            f"scoring the canary of version {version} on {', '.join(names)}",
+            *(m.call(m.replica.score(canary.token_ids)) for m in members),
+        )
+        canary.compare(version, dict(zip(names, found, strict=True)), self._clock() - start)
+
+    async def _together(self, doing: str, *calls: Coroutine[Any, Any, Any]) -> list[Any]:
+        return await together(self._timeout_s, doing, *calls)
 
     def take_metrics(self) -> Metrics:
-        """Seconds in which the turn changed hands, of which those of waking are part of the push's; groups
+        """Seconds in which the turn changed hands, of which those of waking are part of the push's, and those
+        of the canary are not counted; groups
         that were carried over an update, and answers of these that had begun; megabytes (2**20 bytes) of
         keys and values that were free during the last update."""
         metrics = {

@@ -283,6 +283,11 @@ class TorchEngine:
         """Memory of keys and values that is held now."""
         return self._runner.kv.nbytes if self._runner is not None else 0
 
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of the tensors that the next version is received into: none before the first push."""
+        return self._weights.staging_bytes if self._weights is not None else 0
+
     async def sleep(self) -> Asleep:
         """Stop between two tokens and free the keys and values; what it holds of its sequences stays.
 

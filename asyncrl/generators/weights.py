@@ -38,6 +38,11 @@ class DoubleBufferedWeights:
                 self._staging = {name: torch.empty_like(tensor) for name, tensor in self._live.items()}
         return dict(self._staging)
 
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of the second set, which is there from the first call of ``staging`` on."""
+        return sum(tensor.nbytes for tensor in (self._staging or {}).values())
+
     def require_staged(self) -> dict[str, torch.Tensor]:
         """The staging tensors; raises GeneratorError where nobody ever asked for them to fill them."""
         if self._staging is None:

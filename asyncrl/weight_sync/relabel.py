@@ -2,20 +2,19 @@
 
 Invariants:
 - No byte moves: an update changed the weights in place, while the generators slept.
-- A version is live only when every replica has taken its name, woken at it, and, where there is a canary,
-  computes with it what the learner does. The learner's half of the canary is taken in its turn.
+- A version is live only when every replica has taken its name and woken at it, which they do only where they
+  compute what the learner does: see ``turns``.
 - The death of a replica is that of its learner rank: nobody is restarted, and nobody catches up.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.generators.pool import GeneratorPool
-from asyncrl.learners.base import Learner, LearnerInfo
+from asyncrl.learners.base import LearnerInfo
 from asyncrl.turns import Turns
 from asyncrl.types import Metrics
 from asyncrl.weight_sync.base import WeightEcho
@@ -25,11 +24,13 @@ from asyncrl.weight_sync.together import together
 
 
 class RelabelPublisher:
-    """The ``Publisher`` of shared parameters. Takes the turn to the generators with each version."""
+    """The ``Publisher`` of shared parameters. Takes the turn to the generators with each version.
+
+    ``canary``: what the turns check, whose figures are reported here as any publisher's.
+    """
 
     def __init__(
         self,
-        learner: Learner,
         pool: GeneratorPool,
         turns: Turns,
         *,
@@ -37,7 +38,6 @@ class RelabelPublisher:
         canary: Canary | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._learner = learner
         self._pool = pool
         self._turns = turns
         self._timeout_s = timeout_s
@@ -57,27 +57,12 @@ class RelabelPublisher:
         start = self._clock()
         await self._pool.until(lambda pool: pool.receivers)
         members = self._pool.receivers
-        names = ", ".join(member.name for member in members)
-        if self._canary is not None:
-            begun = self._clock()
-            (logprobs,) = await self._together(
-                f"scoring the canary of version {version} by the learner",
-                self._learner.score(self._canary.token_ids),
-            )
-            self._canary.expect(version, logprobs, self._clock() - begun)
-        echoes: list[WeightEcho] = await self._together(
-            f"naming version {version} on {names}",
+        echoes: list[WeightEcho] = await together(
+            self._timeout_s,
+            f"naming version {version} on {', '.join(member.name for member in members)}",
             *(m.call(m.replica.swap(version, in_flight=True, kv="recompute")) for m in members),
         )
-        await self._turns.to_generators()
-        if self._canary is not None:
-            begun = self._clock()
-            found = await self._together(
-                f"scoring the canary of version {version} on {names}",
-                *(m.call(m.replica.score(self._canary.token_ids)) for m in members),
-            )
-            by_name = {m.name: logprobs for m, logprobs in zip(members, found, strict=True)}
-            self._canary.compare(version, by_name, self._clock() - begun)
+        await self._turns.to_generators(version)
         self._pool.let_in(members, version)
         return PublishReport(
             version=version,
@@ -95,6 +80,3 @@ class RelabelPublisher:
     def take_metrics(self) -> Metrics:
         """What the canary found since the last call; nothing without one."""
         return {} if self._canary is None else self._canary.take_metrics()
-
-    async def _together(self, doing: str, *calls: Coroutine[Any, Any, Any]) -> list[Any]:
-        return await together(self._timeout_s, doing, *calls)

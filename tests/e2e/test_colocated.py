@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.live_bytes import LiveBytes
 from asyncrl.queues.codec import decode_group, read_records
 from tests.e2e.colocated_worker import ANSWER, take_turns
 from tests.e2e.deepspeed_worker import run_ranks
@@ -13,6 +14,7 @@ from tests.e2e.tiny_policy import save_tiny_policy
 
 from .runs import assert_sound, finish
 
+PHASES = ["start", "rollout", "before update", "in update", "after update", "push"]
 COLOCATED = ("placement.mode=colocated", "schedule.kv_after_swap=recompute")
 
 
@@ -56,6 +58,30 @@ def test_two_slots_carry_unfinished_answers_over_their_updates(tmp_path: Path) -
     assert any(t.versions[0] < t.versions[-1] for t in answers), "no answer went on under a newer version"
 
 
+def test_a_critic_and_a_reference_that_follows_have_processes_of_their_own(tmp_path: Path) -> None:
+    """The reference alone is sent weights: those that the generators have in common with the learner."""
+    run = finish(
+        tmp_path,
+        *COLOCATED,
+        "run.steps=4",
+        "algorithm.advantage=gae",
+        "algorithm.kl=loss",
+        "reference.refresh_every=2",
+        "schedule.pipeline_depth=0",
+        "schedule.max_staleness=0",
+        "learner.lr=1.0e-2",
+        "data.eval=null",
+        name="roles",
+    )
+    assert_sound(run, max_staleness=0, capacity=2)
+    lines = run.metrics[1:]
+    assert [line["reference/version"] for line in lines] == [0, 0, 2, 2]
+    kl = [line["actor/reference_kl"] for line in lines]
+    assert max(map(abs, kl[::2])) < 1e-5 < min(map(abs, kl[1::2])), kl
+    assert all(line["critic/grad_norm"] > 0 for line in lines)
+    assert all(line["weight_sync/canary_diff_max"] < 1e-3 for line in lines)
+
+
 @pytest.mark.parametrize(
     ("stage", "ranks", "dtype"), [(0, 1, "float32"), (2, 2, "float32"), (2, 1, "bfloat16")]
 )
@@ -72,17 +98,20 @@ def test_updates_and_pushes_leave_the_weights_where_they_are_and_the_other_side_
         # Each answer went through all turns, and no token was lost on the way.
         assert all(len(versions) == ANSWER for versions in found["versions"])
         assert all(set(versions) == {0, 1, 2, 3} for versions in found["versions"])
-        by_phase: dict[str, list[dict[str, int]]] = {}
-        for phase, owners in found["bytes"]:
-            by_phase.setdefault(phase, []).append(owners)
-        parameters = by_phase["awake"][0]["parameters"]
+        by_phase: dict[str, list[LiveBytes]] = {}
+        for phase, sampled in found["bytes"]:
+            by_phase.setdefault(phase, []).append(sampled)
+        assert list(by_phase) == PHASES
+        parameters = by_phase["start"][0].parameters
         for phase, samples in by_phase.items():
-            assert len(samples) == updates
-            for owners in samples:
-                assert owners["staging"] == 0
-                assert owners["parameters"] == parameters
-                assert (owners["kv"] > 0) == (phase == "awake")
-                assert (owners["gradients"] > 0) == (phase == "gradients taken")
+            assert len(samples) == (1 if phase == "start" else updates)
+            for sampled in samples:
+                assert sampled.staging == 0
+                assert sampled.parameters == parameters
+                assert (sampled.kv > 0) == (phase == "rollout")
+                assert (sampled.gradients > 0) == (phase == "in update")
+        values = parameters / (4 if dtype == "float32" else 2)
+        assert by_phase["push"][-1].optimizer >= 8 * values / ranks, "the moments alone take 8 bytes a value"
         # Nobody else holds as much as half a copy of the weights.
-        owned = sum(by_phase["awake"][-1].values())
+        owned = by_phase["rollout"][-1].total
         assert found["total"] - owned < parameters / 2

@@ -144,6 +144,62 @@ def test_a_signal_before_training_ends_the_run_at_once(
     assert_one_history(finish(folder, "run.steps=1", name=name), steps=1)
 
 
+COLOCATED = ("placement.mode=colocated", "schedule.kv_after_swap=recompute")
+
+
+def test_a_run_killed_colocated_and_split_goes_on_the_other_way_with_equal_bits(
+    folder: Path, undisturbed: Run
+) -> None:
+    """Against an undisturbed split run: a checkpoint does not depend on who shares a process."""
+    marks = []
+    placement: tuple[str, ...]
+    for placement in (COLOCATED, ()):
+        run = start(folder, *SYNC, *placement, name="moved")
+        newest = max(steps_on_disk(run), default=0)
+        wait_until(
+            run,
+            "a checkpoint of its own",
+            lambda run=run, newest=newest: max(steps_on_disk(run), default=0) > newest,  # type: ignore[misc]
+        )
+        kill(run)
+        marks.append(run)
+    run = finish(folder, *SYNC, *COLOCATED, name="moved")
+    for killed in marks:
+        killed.assert_nothing_left(within_s=30)
+    assert_one_history(run, steps=STEPS)
+    assert "placement.mode was split and is colocated from here on" in run.text
+    assert run.metrics[-1]["model/checksum"] == undisturbed.metrics[-1]["model/checksum"]
+    assert numbers(run) == numbers(undisturbed)
+    # The loaded weights are those that the engine computes with, after each wake.
+    assert run.metrics[-1]["weight_sync/canary_diff_max"] < 1e-3
+
+
+def test_a_colocated_run_killed_with_answers_carried_over_loses_none(folder: Path) -> None:
+    settings = (
+        *COLOCATED,
+        # Takes the place of the parameters that both sides have, in each update.
+        "algorithm.kl=loss",
+        "reference.place=learner",
+        "run.steps=5",
+        "generators.slots=4",
+        "schedule.pipeline_depth=1",
+        "schedule.max_staleness=2",
+        "checkpoint.every=1",
+        "data.eval=null",
+    )
+    first = start(folder, *settings, name="carried")
+    first.wait_for_steps(2)
+    kill(first)
+    run = finish(folder, *settings, name="carried")
+    first.assert_nothing_left(within_s=30)
+    assert_one_history(run, steps=5)
+    assert "going on from" in run.text
+    assert all(line["staleness/max"] <= 2 for line in run.metrics[1:])
+    assert sum(line["turns/carried_samples"] for line in run.metrics[1:]) > 0
+    assert run.metrics[-1]["ledger/trained"] == 5 * 2
+    assert all(line["weight_sync/canary_diff_max"] < 1e-3 for line in run.metrics[1:])
+
+
 def test_another_model_and_a_used_folder_exit_with_2(folder: Path, undisturbed: Run) -> None:
     for override, words in (
         ("checkpoint.resume=never", "choose another run.name"),

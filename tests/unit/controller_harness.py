@@ -154,10 +154,8 @@ def run(
         turns: Turns = NoTurns()
         publisher: Publisher
         if settings.placement.mode == "colocated":
-            turns = ColocatedTurns(pool, timeout_s=timeout_s)
-            publisher = RelabelPublisher(
-                learner, pool, turns, timeout_s=timeout_s, canary=canary, clock=loop.time
-            )
+            turns = ColocatedTurns(pool, learner, timeout_s=timeout_s, canary=canary, clock=loop.time)
+            publisher = RelabelPublisher(pool, turns, timeout_s=timeout_s, canary=canary, clock=loop.time)
         else:
             publisher = WeightPublisher(
                 learner,

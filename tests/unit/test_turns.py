@@ -203,6 +203,8 @@ def test_a_skipped_update_changes_no_version_and_gives_the_turn_back() -> None:
     outcome = take_turns(settings, generator, bad_steps={1})
     assert [line["policy_version"] for line in outcome.log.steps] == [1, 1, 2, 3]
     assert generator.live_version == 3
+    # The canary is looked at after the wake that it led to as well.
+    assert generator.scored == outcome.learner.scored == [0, 1, 1, 2, 3]
 
 
 def test_the_canary_is_looked_at_after_each_wake() -> None:
