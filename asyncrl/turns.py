@@ -63,38 +63,38 @@ class ColocatedTurns:
     def __init__(self, pool: GeneratorPool, *, timeout_s: float) -> None:
         self._pool = pool
         self._timeout_s = timeout_s
-        self._whose: Literal["learner", "generators"] = "learner"
+        self.whose: Literal["learner", "generators"] = "learner"
         self._seconds = 0.0
         self._carried_groups = 0
         self._carried_samples = 0
         self._freed_bytes = 0
 
     async def to_learner(self, evaluated: Callable[[], Awaitable[None]]) -> None:
-        if self._whose == "learner":
+        if self.whose == "learner":
             return
         await evaluated()
         start = now()
         groups = sum(len(member.groups) for member in self._pool.members)
         asleep: list[Asleep]
         (asleep,) = await together(self._timeout_s, "putting the generators to sleep", self._pool.sleep())
-        self._whose = "learner"
+        self.whose = "learner"
         self._carried_groups += groups
         self._carried_samples += sum(one.sequences for one in asleep)
         self._freed_bytes = sum(one.freed_bytes for one in asleep)
         self._seconds += now() - start
 
     async def to_generators(self) -> None:
-        if self._whose == "generators":
+        if self.whose == "generators":
             return
         start = now()
         await together(self._timeout_s, "waking the generators", self._pool.wake())
-        self._whose = "generators"
+        self.whose = "generators"
         self._seconds += now() - start
 
     def take_metrics(self) -> Metrics:
         """Seconds in which the turn changed hands, of which those of waking are part of the push's; groups
-        that were carried over an update, and answers of these that had begun; megabytes (2**20 bytes) of
-        keys and values that were free during the last update."""
+        that were carried over an update, and answers of these that had begun; megabytes (2**20 bytes) that
+        the generators' sleep made free for the last update."""
         metrics = {
             "timing_s/turns": self._seconds,
             "turns/carried_groups": float(self._carried_groups),
