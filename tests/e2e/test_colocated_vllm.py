@@ -56,7 +56,7 @@ def segments() -> set[str]:
 
 
 def assert_handed_over(run: Run) -> None:
-    """Each push arrived whole, or its checksums had ended the run; and after each wake vLLM computed with it."""
+    """Each push arrived whole, or the run had ended; and after each wake vLLM computed with it."""
     lines = run.metrics[1:]
     assert all(line["weight_sync/canary_diff_mean"] < 1e-4 for line in lines)
     assert all(line["timing_s/turns"] > 0 for line in lines)

@@ -1,7 +1,7 @@
 """Colocated vLLM on one GPU: buckets by CUDA IPC, and the peak of device memory over whole turns.
 
-To be run by someone with a GPU (``pytest -m gpu tests/gpu``), vLLM for GPUs and its CUDA build of torch. It has
-never been run where this was written, which has none: a failure may be the test's own.
+To be run by someone with a GPU (``pytest -m gpu tests/gpu``), vLLM for GPUs and its CUDA build of torch. It
+has never been run where this was written, which has none: a failure may be the test's own.
 """
 
 from __future__ import annotations
