@@ -238,7 +238,8 @@ class _Wire:
 
     def read(self) -> tuple[dict[str, Any], list[int]]:
         """The next message, with the open files that came with it."""
-        data, descriptors, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, _AT_A_TIME)
+        flags = socket.MSG_CMSG_CLOEXEC
+        data, descriptors, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, _AT_A_TIME, flags)
         if not data:
             raise WeightSyncError("the other end is gone: its process ended, or it left the group")
         message: dict[str, Any] = json.loads(data)
