@@ -7,7 +7,6 @@ has never been run where this was written, which has none: a failure may be the 
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import threading
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.timeout(1800),
 ]
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 TIMEOUT_S = 120.0
 BUCKET = 4 * MIB
 MANIFEST = tuple(TensorSpec(f"layer{i}", (1000 + i, 1000), "bfloat16") for i in range(8))
@@ -144,9 +143,9 @@ def peak() -> Iterator[list[int]]:
 def test_the_peak_of_a_run_is_that_of_one_side_and_not_of_both(
     tmp_path: Path, peak: list[int], depth: int
 ) -> None:
-    """vLLM takes half of the device, and so may the learner: with both at once it would not fit its other
-    half, which a tensor of this process takes away."""
-    share = 0.5
+    """The learner's state, 14 bytes of each of 400 million parameters, is more than what is allowed for beside
+    vLLM's share: two contexts of CUDA, and that of this process."""
+    share, beside = 0.5, int(2.5 * GIB)
     total = torch.cuda.mem_get_info()[1]
     run = finish(
         tmp_path,
@@ -159,7 +158,9 @@ def test_the_peak_of_a_run_is_that_of_one_side_and_not_of_both(
         "generators.start_timeout_s=600",
         "model.create.hidden_size=1024",
         "model.create.intermediate_size=4096",
-        "model.create.layers=16",
+        "model.create.layers=24",
+        "model.create.heads=16",
+        "model.create.kv_heads=16",
         "model.dtype=bfloat16",
         "weight_sync.canary_every=1",
         "run.steps=4",
@@ -167,7 +168,6 @@ def test_the_peak_of_a_run_is_that_of_one_side_and_not_of_both(
     )
     lines = run.metrics[1:]
     assert lines[-1]["policy_version"] == 4
-    freed = min(line["turns/kv_freed_mb"] for line in lines)
-    assert freed * MIB > 0.8 * share * total, json.dumps(lines[-1])
-    # vLLM's share, two contexts of CUDA and the weights once more while they are pushed.
-    assert peak[0] < (share + 0.1) * total, f"{peak[0] / MIB:.0f} MiB of {total / MIB:.0f} at the peak"
+    freed = min(line["turns/kv_freed_mb"] for line in lines) * MIB
+    assert freed > 0.8 * share * total, f"{freed / GIB:.1f} GiB of {total / GIB:.1f}"
+    assert peak[0] < share * total + beside, f"{peak[0] / GIB:.1f} GiB of {total / GIB:.1f} at the peak"
