@@ -143,7 +143,7 @@ def peak() -> Iterator[list[int]]:
 def test_the_peak_of_a_run_is_that_of_one_side_and_not_of_both(
     tmp_path: Path, peak: list[int], depth: int
 ) -> None:
-    """The learner's state, 14 bytes of each of 400 million parameters, is more than what is allowed for beside
+    """The learner's state, 14 bytes of each of 400 million parameters, is more than what is allowed beside
     vLLM's share: two contexts of CUDA, and that of this process."""
     share, beside = 0.5, int(2.5 * GIB)
     total = torch.cuda.mem_get_info()[1]
