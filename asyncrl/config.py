@@ -633,8 +633,9 @@ class CriticSection(EngineSection):
 
 
 class WeightSyncSection(Section):
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """auto: nccl between GPUs, gloo otherwise."""
+    backend: Literal["auto", "nccl", "gloo", "ipc", "shm"] = "auto"
+    """auto: nccl between GPUs, gloo otherwise. Colocated with vLLM: ipc on GPUs, shm on CPUs, which hand
+    weights over in memory that a learner rank and the generator beside it both have open."""
     bucket_mb: PositiveFloat = 256.0
     """Megabytes (2**20 bytes) that travel in one broadcast."""
     timeout_s: PositiveFloat = 300.0
@@ -661,8 +662,9 @@ class WeightSyncSection(Section):
 
 class PlacementSection(Section):
     mode: Literal["split", "colocated"] = "split"
-    """split: generators and learner on devices of their own. colocated: a generator and a learner rank a
-    process, with the same parameters and in turns: no weights are sent (torch engine, ZeRO 0 to 2)."""
+    """split: generators and learner on devices of their own. colocated: a generator and a learner rank on one
+    device, in turns. With the torch engine they are one process with the same parameters, and no weights are
+    sent (ZeRO 0 to 2); with vLLM two processes, of which one has the device's memory at a time."""
     address: str | None = None
     """Ray cluster to join; null: start one on this machine."""
 

@@ -1,7 +1,9 @@
 """What ``placement.mode: colocated`` cannot be combined with.
 
-One process holds a generator and a learner rank, and in it the parameters of both. So there are as many of
-one as of the other, whole weights in each, and one setting for what a process has once.
+With the torch engine one process holds a generator and a learner rank, and in it the parameters of both. So
+there are as many of one as of the other, whole weights in each, and one setting for what a process has once.
+With vLLM the two are processes of their own, each with its weights, on one device: the learner has to be able
+to leave it, and what crosses between them crosses on that device.
 
 Findings are text, as in ``config_checks``: the key to change, what was found, what was expected.
 """
@@ -10,30 +12,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncrl.weight_sync.base import BESIDE, HAS_SHM
+
 if TYPE_CHECKING:
     from asyncrl.config import Config
 
 
 def placement_contradictions(config: Config) -> list[str]:
     """Every key that the placement does not allow."""
-    if config.placement.mode != "colocated":
-        return []
-    if config.generators.backend != "torch":
-        return [
-            f"placement.mode: found 'colocated' with generators.backend {config.generators.backend!r}; "
-            "expected generators.backend torch, which can compute with the learner's parameters, or "
-            "placement.mode split"
-        ]
-    return [*_counts(config), *_weights(config), *_process(config), *_schedule(config)]
+    if config.placement.mode == "split" or config.generators.backend == "torch":
+        problems = _no_handover(config)
+        if config.placement.mode == "colocated":
+            problems += [*_counts(config), *_weights(config), *_process(config), *_schedule(config)]
+        return problems
+    return [
+        *_counts(config),
+        *_leaving(config),
+        *_device(config),
+        *_handover(config),
+        *_outside(config),
+        *_schedule(config),
+    ]
 
 
 def _counts(config: Config) -> list[str]:
     replicas, ranks = config.generators.replicas, config.learner.ranks
     if replicas == ranks:
         return []
+    shared = "process" if config.generators.backend == "torch" else "device"
     return [
         f"generators.replicas: found {replicas} with learner.ranks {ranks} and placement.mode colocated; "
-        "expected equal numbers, because each process holds one of both: set generators.replicas and "
+        f"expected equal numbers, because each {shared} holds one of both: set generators.replicas and "
         f"learner.ranks to {max(replicas, ranks)}, or placement.mode to split"
     ]
 
@@ -71,15 +80,24 @@ def _weights(config: Config) -> list[str]:
 def _process(config: Config) -> list[str]:
     """What one process has once, and the two sections both say."""
     generators, learner = config.generators, config.learner
-    problems = [
-        f"generators.{key}: found {ours!r} with learner.{key} {theirs!r} and placement.mode colocated; "
-        "expected the same, because one process is both"
-        for key, ours, theirs in (
-            ("threads", generators.threads, learner.threads),
-            ("cpu_cores", generators.cpu_cores, learner.cpu_cores),
+    problems = _device(config)
+    if generators.threads != learner.threads:
+        problems.append(
+            f"generators.threads: found {generators.threads} with learner.threads {learner.threads} and "
+            "placement.mode colocated; expected the same, because one process is both"
         )
-        if ours != theirs
-    ]
+    return problems
+
+
+def _device(config: Config) -> list[str]:
+    """What one device has once."""
+    generators, learner = config.generators, config.learner
+    problems = []
+    if generators.cpu_cores != learner.cpu_cores:
+        problems.append(
+            f"generators.cpu_cores: found {generators.cpu_cores} with learner.cpu_cores {learner.cpu_cores} "
+            "and placement.mode colocated; expected the same, because the two take turns on them"
+        )
     if generators.device not in ("auto", learner.device):
         problems.append(
             f"generators.device: found {generators.device!r} with learner.device {learner.device!r} and "
@@ -88,14 +106,88 @@ def _process(config: Config) -> list[str]:
     return problems
 
 
+def _leaving(config: Config) -> list[str]:
+    """What keeps one of two processes from leaving the device to the other."""
+    learner, workers = config.learner, config.generators.workers
+    problems = []
+    if learner.zero_stage != 2 and learner.device != "cpu":
+        problems.append(
+            f"learner.zero_stage: found {learner.zero_stage} with learner.device {learner.device!r}, "
+            "placement.mode colocated and generators.backend 'vllm'; expected 2, with which DeepSpeed can "
+            "move all of a learner's state off a GPU while the generators have it, or learner.device cpu"
+        )
+    if workers > 1:
+        problems.append(
+            f"generators.vllm: found tensor_parallel_size * pipeline_parallel_size = {workers} with "
+            "placement.mode colocated; expected 1, because a replica shares the one device of its learner "
+            "rank: set both to 1, or placement.mode to split"
+        )
+    return problems
+
+
+def _handover(config: Config) -> list[str]:
+    """How weights cannot get from one process to another on the same device."""
+    sync, learner = config.weight_sync, config.learner
+    problems = []
+    if sync.overlap:
+        problems.append(
+            "weight_sync.overlap: found true with placement.mode colocated, where no generator works while "
+            "the learner trains; expected false"
+        )
+    why = None
+    if sync.backend == "nccl":
+        why = "nccl does not connect two processes on one GPU"
+    elif sync.backend == "ipc" and learner.device == "cpu":
+        why = "ipc passes on memory of GPUs, and learner.device is cpu"
+    elif sync.backend == "shm" and learner.device == "cuda":
+        why = "shm passes on memory of CPUs, and learner.device is cuda"
+    elif sync.backend == "shm" and not HAS_SHM:
+        why = "shm needs Linux"
+    if why is not None:
+        problems.append(
+            f"weight_sync.backend: found {sync.backend!r} with placement.mode colocated and "
+            f"generators.backend 'vllm'; expected auto, because {why}"
+        )
+    return problems
+
+
+def _outside(config: Config) -> list[str]:
+    """Who would ask the learner for weights while it is off the device."""
+    reference = config.reference
+    follows = "reference" in config.roles and reference.refresh_every > 0
+    if not follows:
+        return []
+    return [
+        f"reference.refresh_every: found {reference.refresh_every} with reference.place 'actors', "
+        "placement.mode colocated and generators.backend 'vllm', where an actor that died could not get its "
+        "weights back while generators have their turn; expected 0, or reference.place learner"
+    ]
+
+
+def _no_handover(config: Config) -> list[str]:
+    """Two processes on one device are what colocated vLLM has, and nothing else."""
+    backend = config.weight_sync.backend
+    if backend not in BESIDE:
+        return []
+    return [
+        f"weight_sync.backend: found {backend!r} with placement.mode {config.placement.mode!r} and "
+        f"generators.backend {config.generators.backend!r}; expected auto, nccl or gloo, because it hands "
+        "weights over between two processes on one device, as placement.mode colocated with "
+        "generators.backend vllm has them"
+    ]
+
+
 def _schedule(config: Config) -> list[str]:
-    """Weights change in place, so that no version can be held back, and no keys and values outlive a turn."""
+    """No version can be held back, and no keys and values outlive a turn."""
     schedule = config.schedule
     problems = []
     if schedule.publish_every != 1:
+        why = "generators give their weights up in the learner's turn, which has none but the newest"
+        if config.generators.backend == "torch":
+            why = "an update changes the very weights that generators have"
         problems.append(
             f"schedule.publish_every: found {schedule.publish_every} with placement.mode colocated; expected "
-            "1, because an update changes the very weights that generators have: no version can be held back"
+            f"1, because {why}: no version can be held back"
         )
     if schedule.pipeline_depth == 0:
         return problems

@@ -13,15 +13,19 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from asyncrl.config import Config
 from asyncrl.errors import PlacementError
 from asyncrl.inherited import set_inherited
+from asyncrl.weight_sync.base import HAS_SHM, Backend
 
 log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
+_RESERVE_S = 30
+_TOKEN_CPU = 0.001
+"""Of a CPU: what Ray counts for a slot without GPUs, to keep its two actors on one node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class Placement:
     """Resources of the two sides."""
 
     generator_gpus: int
-    """GPUs of each generator replica; 0 where it has those of its learner rank."""
+    """GPUs of each generator replica, apart from its learner rank's; 0 where both have the same."""
     learner_gpus: int
     """GPUs of each learner rank."""
     host: str
@@ -40,8 +44,16 @@ class Placement:
     """The folder that this session's processes log to, where the session is our own."""
 
     @property
-    def push_backend(self) -> str:
+    def push_backend(self) -> Literal["nccl", "gloo"]:
+        """How weights get from devices of the one side to those of the other."""
         return "nccl" if self.generator_gpus and self.learner_gpus else "gloo"
+
+    @property
+    def handover_backend(self) -> Backend:
+        """How they get from a learner rank to the generator on its device."""
+        if self.learner_gpus:
+            return "ipc"
+        return "shm" if HAS_SHM else "gloo"
 
 
 def open_session(config: Config) -> Placement:
@@ -145,9 +157,34 @@ def pin_process(cores: Sequence[int] | None) -> None:
         os.sched_setaffinity(int(thread.name), cores)
 
 
-def actor_options(gpus: int) -> dict[str, Any]:
+def actor_options(gpus: float) -> dict[str, Any]:
     """Ray options of an actor: no CPUs are counted, since pinning is ours."""
     return {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0}
+
+
+def reserve_slots(count: int, placement: Placement) -> list[dict[str, Any]]:
+    """Ray options by slot, for the two actors that share its device: one node, and there one GPU or none.
+
+    Raises PlacementError where the cluster does not give the slots within seconds.
+    """
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    gpus = placement.learner_gpus
+    bundle = {"GPU": float(gpus)} if gpus else {"CPU": _TOKEN_CPU}
+    group = placement_group([bundle] * count, strategy="PACK")
+    if not group.wait(_RESERVE_S):
+        raise PlacementError(
+            f"{count} slots for a generator and a learner rank each, of {bundle}, were not to be had in "
+            f"{_RESERVE_S} s: the cluster's are taken; lower generators.replicas and learner.ranks"
+        )
+    return [
+        {
+            **actor_options(gpus / 2),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot),
+        }
+        for slot in range(count)
+    ]
 
 
 def _wants_gpu(device: str, gpus: int) -> bool:

@@ -159,6 +159,12 @@ def turns_text(config: Config) -> str:
         "generators and learner take turns on the same parameters, so a push moves no bytes; each generator "
         "frees its keys and values before an update. The placement allows any depth: "
     )
+    if config.generators.backend == "vllm":
+        turns = (
+            "generators and learner take turns on the same devices: vLLM sleeps during an update, and the "
+            "learner's state is in host memory otherwise (on GPUs; on CPUs all of it stays). The placement "
+            "allows any depth: "
+        )
     depth = config.schedule.pipeline_depth
     if depth == 0:
         return turns + "at 0 no answer is unfinished when a turn ends"
@@ -192,7 +198,10 @@ def placement_rows(config: Config) -> list[tuple[str, str]]:
             )
         )
     adapter = "" if learner.lora is None else f"; LoRA of rank {learner.lora.rank} alone is trained"
-    beside = "" if config.placement.mode == "split" else ", in the process of generator {}"
+    beside = ""
+    if config.placement.mode == "colocated":
+        shared = "in the process" if generators.backend == "torch" else "in turns on the device"
+        beside = f", {shared} of generator {{}}"
     for i, cores in enumerate(deal_cores(learner.cpu_cores, learner.ranks)):
         rows.append(
             (

@@ -29,7 +29,7 @@ import numpy as np
 
 from asyncrl.environments.base import Rollout, RolloutResult, single_turn
 from asyncrl.errors import InvariantError, RolloutError
-from asyncrl.generators.base import Asleep, Generator, Sleeper
+from asyncrl.generators.base import Asleep, DeepSleeper, Generator, Sleeper
 from asyncrl.queues.codec import encode_group, group_meta
 from asyncrl.snapshot import (
     GroupKey,
@@ -288,6 +288,13 @@ class RolloutHost:
         asleep = await self._sleeper.sleep()
         self._deadlines.pause()
         return asleep
+
+    async def make_room(self) -> None:
+        """Have the engine, asleep, take memory for the weights that are to come."""
+        if not isinstance(self.engine, DeepSleeper):
+            name = type(self.engine).__name__
+            raise InvariantError(f"asked {name} to make room for weights, which it never gives up")
+        await self.engine.make_room()
 
     async def wake(self) -> None:
         """Have the engine go on with its groups."""

@@ -13,9 +13,10 @@ from asyncrl.colocated import build_colocated
 from asyncrl.config import Config
 from asyncrl.generators.actor import RayReplica, generator_actor
 from asyncrl.generators.pool import GeneratorPool
+from asyncrl.handover import HandoverPublisher, HandoverTurns
 from asyncrl.learners.base import Learner
 from asyncrl.learners.group import RayLearner, learner_actors
-from asyncrl.placement import Placement, deal_cores
+from asyncrl.placement import Placement, actor_options, deal_cores, reserve_slots
 from asyncrl.pushes import Publisher
 from asyncrl.timeline import Timeline
 from asyncrl.turns import ColocatedTurns, NoTurns, Turns
@@ -38,7 +39,10 @@ def build_sides(
     config: Config, model_path: str, placement: Placement, canary: Canary | None, timeline: Timeline
 ) -> Sides:
     """Create the actors of both sides, as ``placement.mode`` says; nothing runs yet."""
-    build = _colocated if config.placement.mode == "colocated" else _split
+    if config.placement.mode == "split":
+        build = _split
+    else:
+        build = _colocated if config.generators.backend == "torch" else _taking_turns
     return build(config, model_path, placement, canary, timeline)
 
 
@@ -51,7 +55,8 @@ def _split(
     cores = dict(zip(names, deal_cores(generators.cpu_cores, len(names)), strict=True))
 
     def make_replica(name: str) -> RayReplica:
-        actor = generator_actor(config, model_path, cores=cores[name], gpus=placement.generator_gpus)
+        options = actor_options(placement.generator_gpus)
+        actor = generator_actor(config, model_path, cores=cores[name], options=options)
         return RayReplica(name, config, actor)
 
     pool = GeneratorPool(
@@ -67,7 +72,7 @@ def _split(
         model_path,
         host=placement.host,
         cores=deal_cores(settings.cpu_cores, settings.ranks),
-        gpus=placement.learner_gpus,
+        options=[actor_options(placement.learner_gpus)] * settings.ranks,
     )
     learner = RayLearner(config, actors)
     publisher = WeightPublisher(
@@ -107,6 +112,50 @@ def _colocated(
     turns = ColocatedTurns(pool, learner, timeout_s=timeout_s, canary=canary)
     publisher = RelabelPublisher(pool, turns, timeout_s=timeout_s, canary=canary)
     return Sides(pool, learner, publisher, turns)
+
+
+def _taking_turns(
+    config: Config, model_path: str, placement: Placement, canary: Canary | None, timeline: Timeline
+) -> Sides:
+    """A process for each generator and one for each learner rank, two to a device, of which one works."""
+    generators, settings, sync = config.generators, config.learner, config.weight_sync
+    names = _names(config)
+    slots = reserve_slots(len(names), placement)
+    replicas = [
+        RayReplica(name, config, generator_actor(config, model_path, cores=cores, options=slot))
+        for name, cores, slot in zip(names, deal_cores(generators.cpu_cores, len(names)), slots, strict=True)
+    ]
+    pool = GeneratorPool(
+        replicas,
+        max_restarts=0,
+        health_every_s=generators.health_every_s,
+        health_timeout_s=generators.health_timeout_s,
+        timeline=timeline,
+    )
+
+    async def generators_sleep() -> None:
+        """vLLM takes memory by what is free at its start: the learner comes when it has given that back."""
+        await pool.until(lambda pool: all(member.state != "starting" for member in pool.members))
+
+    actors = learner_actors(
+        config,
+        model_path,
+        host=placement.host,
+        cores=deal_cores(settings.cpu_cores, settings.ranks),
+        options=slots,
+    )
+    learner = RayLearner(config, actors, after=generators_sleep)
+    publisher = WeightPublisher(
+        learner,
+        pool,
+        backend=placement.handover_backend if sync.backend == "auto" else sync.backend,
+        bucket_bytes=sync.bucket_bytes,
+        timeout_s=sync.timeout_s,
+        in_flight=True,
+        kv="recompute",
+    )
+    turns = HandoverTurns(learner, pool, publisher, timeout_s=sync.timeout_s, canary=canary)
+    return Sides(pool, learner, HandoverPublisher(turns, publisher, canary=canary), turns)
 
 
 def _names(config: Config) -> list[str]:

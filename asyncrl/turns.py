@@ -14,7 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Literal, Protocol
 
@@ -75,70 +74,70 @@ class ColocatedTurns:
         *,
         timeout_s: float,
         canary: Canary | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._learner = learner
         self._timeout_s = timeout_s
         self._canary = canary
-        self._clock = clock
-        self._whose: Literal["learner", "generators"] = "learner"
+        self.whose: Literal["learner", "generators"] = "learner"
         self._seconds = 0.0
         self._carried_groups = 0
         self._carried_samples = 0
         self._freed_bytes = 0
 
     async def to_learner(self, evaluated: Callable[[], Awaitable[None]]) -> None:
-        if self._whose == "learner":
+        if self.whose == "learner":
             return
         await evaluated()
         start = now()
         groups = sum(len(member.groups) for member in self._pool.members)
         asleep: list[Asleep]
         (asleep,) = await self._together("putting the generators to sleep", self._pool.sleep())
-        self._whose = "learner"
+        self.whose = "learner"
         self._carried_groups += groups
         self._carried_samples += sum(one.sequences for one in asleep)
         self._freed_bytes = sum(one.freed_bytes for one in asleep)
         self._seconds += now() - start
 
-    async def to_generators(self, version: int) -> None:
-        if self._whose == "generators":
+    async def to_generators(self, version: int, leave: Callable[[], Awaitable[None]] | None = None) -> None:
+        """``leave``: what the learner does before the generators wake."""
+        if self.whose == "generators":
             return
         if self._canary is not None:
             await self._score_learner(self._canary, version)
+        if leave is not None:
+            await leave()
         start = now()
         await self._together("waking the generators", self._pool.wake())
-        self._whose = "generators"
+        self.whose = "generators"
         self._seconds += now() - start
         if self._canary is not None:
             await self._check(self._canary, version)
 
     async def _score_learner(self, canary: Canary, version: int) -> None:
-        start = self._clock()
+        start = now()
         doing = f"scoring the canary of version {version} by the learner"
         (logprobs,) = await self._together(doing, self._learner.score(canary.token_ids))
-        canary.expect(version, logprobs, self._clock() - start)
+        canary.expect(version, logprobs, now() - start)
 
     async def _check(self, canary: Canary, version: int) -> None:
         """Compare what the generators compute, now that they are awake. Raises CanaryError."""
-        start = self._clock()
+        start = now()
         members = self._pool.receivers
         names = [member.name for member in members]
         found = await self._together(
             f"scoring the canary of version {version} on {', '.join(names)}",
             *(m.call(m.replica.score(canary.token_ids)) for m in members),
         )
-        canary.compare(version, dict(zip(names, found, strict=True)), self._clock() - start)
+        canary.compare(version, dict(zip(names, found, strict=True)), now() - start)
 
     async def _together(self, doing: str, *calls: Coroutine[Any, Any, Any]) -> list[Any]:
         return await together(self._timeout_s, doing, *calls)
 
     def take_metrics(self) -> Metrics:
         """Seconds in which the turn changed hands, of which those of waking are part of the push's, and those
-        of the canary are not counted; groups
-        that were carried over an update, and answers of these that had begun; megabytes (2**20 bytes) of
-        keys and values that were free during the last update."""
+        of the canary are not counted; groups that were carried over an update, and answers of these that had
+        begun; megabytes (2**20 bytes) that the generators' sleep made free for the last update."""
         metrics = {
             "timing_s/turns": self._seconds,
             "turns/carried_groups": float(self._carried_groups),

@@ -97,7 +97,9 @@ class Parameters:
     def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
         self._parameters = parameters
 
-    def gather_bucket(self, bucket: Sequence[TensorSpec], into: torch.Tensor) -> torch.Tensor:
+    def gather_bucket(
+        self, bucket: Sequence[TensorSpec], into: torch.Tensor, *, everywhere: bool
+    ) -> torch.Tensor:
         return torch.cat([self._parameters[each.name].detach().reshape(-1) for each in bucket], out=into)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +24,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCan
 from asyncrl.config import Config
 from asyncrl.errors import GeneratorError
 from asyncrl.generators.base import Asleep, GeneratorStatistics, KVAfterSwap
-from asyncrl.placement import actor_options, pin_process
+from asyncrl.placement import pin_process
 from asyncrl.processes import Whereabouts, kill_actor, process_at, whereabouts
 from asyncrl.rollout import GroupRequest, RolloutHost
 from asyncrl.snapshot import GroupKey, Progress, Snapshot
@@ -125,6 +125,10 @@ class GeneratorActor:
         return await self._at_home(self._started().sleep())
 
     @ray.method(concurrency_group="control")
+    async def make_room(self) -> None:
+        await self._at_home(self._started().make_room())
+
+    @ray.method(concurrency_group="control")
     async def wake(self) -> None:
         await self._at_home(self._started().wake())
 
@@ -159,9 +163,11 @@ ROLLOUT_LANE = frozenset({"start", "run_group", "close"})
 _RemoteGenerator: Any = ray.remote(concurrency_groups=LANES)(GeneratorActor)
 
 
-def generator_actor(config: Config, model_path: str, *, cores: tuple[int, ...] | None, gpus: int) -> Any:
-    """A Ray actor for one replica, pinned to ``cores``, with ``gpus`` GPUs."""
-    return _RemoteGenerator.options(**actor_options(gpus)).remote(config, model_path, str(Path.cwd()), cores)
+def generator_actor(
+    config: Config, model_path: str, *, cores: tuple[int, ...] | None, options: Mapping[str, Any]
+) -> Any:
+    """A Ray actor for one replica, pinned to ``cores``, with the ``options`` that place it."""
+    return _RemoteGenerator.options(**options).remote(config, model_path, str(Path.cwd()), cores)
 
 
 class RayReplica:
@@ -224,6 +230,9 @@ class RayReplica:
     async def sleep(self) -> Asleep:
         asleep: Asleep = await self._call(self._actor.sleep.remote())
         return asleep
+
+    async def make_room(self) -> None:
+        await self._call(self._actor.make_room.remote())
 
     async def wake(self) -> None:
         await self._call(self._actor.wake.remote())

@@ -57,7 +57,7 @@ class Asleep:
     sequences: int
     """Sequences that had begun, and go on once it wakes."""
     freed_bytes: int
-    """Memory of keys and values that was freed."""
+    """Memory that was freed: of keys and values, and of weights that its own process held on a GPU."""
 
 
 @runtime_checkable
@@ -73,6 +73,15 @@ class Sleeper(Protocol):
 
     async def wake(self) -> None:
         """Go on, with keys and values that the weights of now give; no effect on one that is awake."""
+        ...
+
+
+@runtime_checkable
+class DeepSleeper(Sleeper, Protocol):
+    """A sleeper whose weights go too: each time before it wakes it is sent them anew."""
+
+    async def make_room(self) -> None:
+        """Asleep, take memory for weights; ``receive`` and ``swap`` fill it, and then ``wake`` may come."""
         ...
 
 

@@ -116,6 +116,7 @@ def _engine(
                 cores=engine_cores,
                 trust_remote_code=config.model.trust_remote_code,
                 seed=config.run.seed,
+                shares_device=config.placement.mode == "colocated",
                 options=settings.vllm,
             )
         )

@@ -49,6 +49,9 @@ class LocalReplica:
     async def sleep(self) -> Asleep:
         return await self._host.sleep()
 
+    async def make_room(self) -> None:
+        await self._host.make_room()
+
     async def wake(self) -> None:
         await self._host.wake()
 

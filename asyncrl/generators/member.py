@@ -66,6 +66,10 @@ class Replica(Protocol):
         """Stop between two tokens and give up the memory that only sampling needs; groups wait."""
         ...
 
+    async def make_room(self) -> None:
+        """Asleep: take memory for the weights that are to come, where sleep gave that up."""
+        ...
+
     async def wake(self) -> None:
         """Go on with all groups, by the weights of now."""
         ...

@@ -244,6 +244,11 @@ class GeneratorPool:
         self._limits.pause()
         return await asyncio.gather(*(m.call(m.replica.sleep()) for m in members))
 
+    async def make_room(self) -> None:
+        """Have all replicas, asleep, take memory for weights. GeneratorError when one dies of it."""
+        members = self.receivers
+        await asyncio.gather(*(m.call(m.replica.make_room()) for m in members))
+
     async def wake(self) -> None:
         """Have all replicas go on. GeneratorError when one dies of it."""
         members = self.receivers

@@ -128,7 +128,11 @@ class ScriptedGenerator:
     """Longer pause of a swap, or of waking, that recomputes keys and values with sequences running."""
     shared: bool = False
     """Its weights are a learner's: it starts asleep, receives nothing, and swaps asleep alone."""
+    beside: bool = False
+    """It takes turns with a learner on its device: it starts asleep, and asleep it has no weights until it
+    has made room for them and was sent some."""
     sleep_s: float = 0.0
+    room_s: float = 0.0
     wake_s: float = 0.0
     checksum: Callable[[int], str] = lambda version: f"scripted-{version}"
     """What this receiver echoes; give a wrong one to script a damaged push."""
@@ -149,7 +153,9 @@ class ScriptedGenerator:
         self._holds = 0
         """Reasons to stand still: pause() and swaps under way."""
         self._paused = False
-        self.asleep = self.shared
+        self.asleep = self.shared or self.beside
+        self._room = self._weights = not self.beside
+        """Whether it has memory for weights, and whether they are in it."""
         self._holds += self.asleep
         self._drained: asyncio.Future[None] | None = None
         """Set while a swap waits for the running sequences; admits none meanwhile."""
@@ -265,6 +271,8 @@ class ScriptedGenerator:
                 raise GeneratorError(f"swap to version {version} of shared weights while awake")
             if not self.shared and self._staged != version:
                 raise GeneratorError(f"swap to version {version}, but {self._staged} was received last")
+            if not self._room:
+                raise GeneratorError(f"swap to version {version} asleep, without room for weights")
             if version < self.live_version:
                 raise GeneratorError(f"swap to version {version}, but {self.live_version} is live already")
             if not in_flight and self._running:
@@ -279,6 +287,7 @@ class ScriptedGenerator:
                 clock = self._advance()
                 self._boundaries.append(clock.work)
                 self._versions.append(version)
+                self._weights = True
                 self._swaps += 1
             finally:
                 self._holds -= 1
@@ -290,15 +299,26 @@ class ScriptedGenerator:
         self._advance()
         self._holds += not self.asleep
         self.asleep = True
+        self._room = self._weights = not self.beside
         self._reschedule()
         await asyncio.sleep(self.sleep_s)
         await self._thaw()
         return Asleep(sequences=len(self._running), freed_bytes=0)
 
+    async def make_room(self) -> None:
+        """Takes ``room_s``."""
+        if not self.asleep or self._room:
+            raise GeneratorError(f"asked to make room for weights {'asleep' if self.asleep else 'awake'}")
+        await asyncio.sleep(self.room_s)
+        await self._thaw()
+        self._room = True
+
     async def wake(self) -> None:
         """Takes ``wake_s``, and ``recompute_s`` more with sequences running."""
         if not self.asleep:
             return
+        if not self._weights:
+            raise GeneratorError(f"asked to wake at version {self.live_version} without weights")
         await asyncio.sleep(self.wake_s + (self.recompute_s if self._running else 0.0))
         await self._thaw()
         self._advance()

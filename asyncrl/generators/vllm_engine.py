@@ -10,6 +10,8 @@ Invariants:
 - The prefix cache never serves a block of older weights: blocks are salted with the version at which
   their request was handed over, and a request that had no token yet at a swap is handed over again.
 - When a swap fails half-way, nothing is sampled any more: the weights would be of two versions.
+- One that shares its device sleeps and wakes by ``generators/vllm_sleep.py``, and starts asleep. Its requests
+  are kept over the sleep, and go on from their tokens.
 - Every request ends once: with its completion, by its caller's cancellation, or with an error.
 """
 
@@ -29,7 +31,7 @@ from asyncrl.errors import (
     RolloutError,
     WeightSyncError,
 )
-from asyncrl.generators.base import GeneratorStatistics, KVAfterSwap
+from asyncrl.generators.base import Asleep, GeneratorStatistics, KVAfterSwap
 from asyncrl.generators.requests import check_request, check_scored, nothing_sampled, whole_answer
 from asyncrl.generators.stopping import StopStrings
 from asyncrl.generators.vllm_answers import (
@@ -41,6 +43,7 @@ from asyncrl.generators.vllm_answers import (
 )
 from asyncrl.generators.vllm_meter import Meter
 from asyncrl.generators.vllm_settings import VLLMSettings, has_tokenizer
+from asyncrl.generators.vllm_sleep import VLLMSleep
 from asyncrl.generators.vllm_start import start_vllm, warm_up_requests
 from asyncrl.types import Completion, Float32Array, GenerationRequest
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
@@ -96,7 +99,8 @@ class VLLMEngine:
         self._open = asyncio.Event()
         """Requests are handed over while this is set."""
         self._control = asyncio.Lock()
-        """One pause, resume or swap at a time."""
+        """One pause, resume, swap, or step between sleep and waking at a time."""
+        self._sleep = VLLMSleep()
         self._spec: PushGroupSpec | None = None
         self._store: Any = None
         self._ticket = 0
@@ -122,6 +126,8 @@ class VLLMEngine:
         # It ends only when the engine dies, or is shut down by close().
         self._engine.output_handler.add_done_callback(lambda _: self._end("vLLM's engine died"))
         self._open.set()
+        if self._settings.shares_device:
+            await self.sleep()
         log.info(
             "vLLM: %s, %s, %d workers, %d sequences of %d tokens at a time",
             self._settings.model,
@@ -335,8 +341,40 @@ class VLLMEngine:
     async def resume(self) -> None:
         self._require_running()
         async with self._control:
+            if self._sleep.asleep:
+                raise GeneratorError("asked to resume while asleep: wake() ends that")
             self._meter.go_on()
             await self._with_engine(self._engine.resume_generation())
+            self._open.set()
+
+    async def sleep(self) -> Asleep:
+        """Stop between two tokens, and give up keys, values and weights; requests stay for later.
+
+        vLLM puts running requests back in its queue: awake, it computes their keys and values from their
+        tokens, by the weights of then. On a CPU it gives up no memory.
+        """
+        self._require_running()
+        async with self._control:
+            self._open.clear()
+            freed = await self._with_engine(self._sleep.fall_asleep(self._engine))
+            self._meter.stand_still()
+            counts = await self._count_tokens()
+        return Asleep(sum(count > 0 for count in counts.values()), freed)
+
+    async def make_room(self) -> None:
+        """Take memory for weights, and for nothing else."""
+        self._require_running()
+        async with self._control:
+            await self._with_engine(self._sleep.make_room(self._engine))
+
+    async def wake(self) -> None:
+        """Go on. Raises GeneratorError where no weights came since it fell asleep."""
+        self._require_running()
+        async with self._control:
+            if not self._sleep.asleep:
+                return
+            self._meter.go_on()
+            await self._with_engine(self._sleep.wake(self._engine))
             self._open.set()
 
     # Weights.
@@ -374,7 +412,7 @@ class VLLMEngine:
         """Make the staged weights live. Once begun it is finished, even if its caller is cancelled.
 
         ``in_flight`` False lets running sequences end first. With ``kv`` recompute, running sequences
-        get the keys and values that the new weights give.
+        get the keys and values that the new weights give. Asleep, with room for weights, it has neither.
         """
         staged, self._staged = self._staged, None
         if staged is None or staged.version != version:
@@ -396,6 +434,12 @@ class VLLMEngine:
     async def _swap(self, version: int, in_flight: bool, kv: KVAfterSwap) -> float:
         clock = asyncio.get_running_loop().time
         async with self._control:
+            if self._sleep.asleep:
+                self._sleep.require_room(version)
+                await self._make_live(version, await self._count_tokens())
+                self._sleep.loaded()
+                self._swaps += 1
+                return 0.0
             was_open = self._open.is_set()
             if not in_flight and not was_open:
                 raise GeneratorError("a paused engine cannot finish what it has: resume it before the swap")
@@ -412,14 +456,7 @@ class VLLMEngine:
             counts = await self._count_tokens()
             if keep and self._settings.prefix_caching:
                 await self._take_back([s for s, count in counts.items() if count == 0])
-            try:
-                await self._with_engine(self._load(version))
-            except Exception as error:
-                self._end(f"loading version {version} failed half-way: {type(error).__name__}: {error}")
-                raise GeneratorError(str(self._fault)) from error
-            self._live_version = version
-            for sequence, count in counts.items():
-                sequence.starts.append((version, count))
+            await self._make_live(version, counts)
             if was_open:
                 await self._with_engine(self._engine.resume_generation())
                 self._open.set()
@@ -429,8 +466,20 @@ class VLLMEngine:
         self._swaps += 1
         return took
 
+    async def _make_live(self, version: int, counts: dict[_Sequence, int]) -> None:
+        """Load what is staged, while vLLM stands still with ``counts`` tokens of its sequences."""
+        try:
+            await self._with_engine(self._load(version))
+        except Exception as error:
+            self._end(f"loading version {version} failed half-way: {type(error).__name__}: {error}")
+            raise GeneratorError(str(self._fault)) from error
+        self._live_version = version
+        for sequence, count in counts.items():
+            sequence.starts.append((version, count))
+
     async def _load(self, version: int) -> None:
-        self.commit_times = await self._engine.collective_rpc("asyncrl_load", args=(version,))
+        call = self._engine.collective_rpc("asyncrl_load", args=(version, self._settings.shares_device))
+        self.commit_times = await call
         await self._engine.update_weight_version(str(version))
 
     async def _count_tokens(self) -> dict[_Sequence, int]:

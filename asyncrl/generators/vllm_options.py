@@ -27,6 +27,7 @@ OWNED: Mapping[str, str] = {
     "enable_log_requests": "",
     "use_tqdm_on_load": "",
     "distributed_executor_backend": "",
+    "enable_sleep_mode": "placement.mode",
 }
 """Arguments of vLLM that asyncrl sets, with the key to use instead; empty: nothing to choose."""
 

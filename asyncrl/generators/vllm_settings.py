@@ -31,6 +31,8 @@ class VLLMSettings:
     """Cores to bind vLLM's workers to, on CPU; None: unbound, with ``threads`` each."""
     trust_remote_code: bool = False
     seed: int = 0
+    shares_device: bool = False
+    """It takes turns with a learner on its device, asleep in the other's turn and at the start."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """``generators.vllm``: more arguments of vLLM, by its own names."""
 

@@ -63,7 +63,7 @@ def start_vllm(settings: VLLMSettings, meter: Meter) -> StartedVLLM:
     arguments = {
         **_defaults(settings, on_cpu=on_cpu),
         **settings.options,
-        **_owned(settings),
+        **_owned(settings, on_cpu=on_cpu),
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
     }
     try:
@@ -124,9 +124,9 @@ def _defaults(settings: VLLMSettings, *, on_cpu: bool) -> dict[str, Any]:
     return defaults
 
 
-def _owned(settings: VLLMSettings) -> dict[str, Any]:
+def _owned(settings: VLLMSettings, *, on_cpu: bool) -> dict[str, Any]:
     """Arguments that are asyncrl's to set; ``vllm_options.OWNED`` refuses them in the config."""
-    return {
+    owned: dict[str, Any] = {
         "model": settings.model,
         "dtype": settings.dtype,
         "trust_remote_code": settings.trust_remote_code,
@@ -142,6 +142,12 @@ def _owned(settings: VLLMSettings) -> dict[str, Any]:
         "enable_log_requests": False,
         "use_tqdm_on_load": False,
     }
+    if settings.shares_device:
+        # Asleep it computes nothing: weights are loaded in place, and cost no second model.
+        loading = {"asyncrl_loading": "in_place"}
+        owned["additional_config"] = {**loading, **settings.options.get("additional_config", {})}
+        owned["enable_sleep_mode"] = not on_cpu  # vLLM refuses it there, though its calls work
+    return owned
 
 
 def _eos_ids(model_config: Any) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -89,6 +90,12 @@ class StagedWeightTransfer(WeightTransferEngine[JoinInfo, LoadInfo]):
     def start_weight_update(self) -> None:
         """Nothing: loading opens and closes what it needs itself."""
 
+    def release(self) -> None:
+        """Give back the memory of the staging area: what was in it has been loaded."""
+        self.receiver.release()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def receive_weights(self, update_info: LoadInfo) -> None:
         """Make the built version the one that the worker computes with."""
         if self._built != update_info.version:
@@ -116,16 +123,24 @@ class StagingWorker:
         def update_weights(self, update_info: dict[str, Any]) -> None: ...
         def finish_weight_update(self) -> None: ...
 
-    def asyncrl_load(self, version: int) -> float:
+    def asyncrl_load(self, version: int, release: bool) -> float:
         """A whole weight update with what was built; returns the seconds that it took.
 
         The three calls of vLLM's interface in one: a trip between the processes for each would be
-        time that generation stands still.
+        time that generation stands still. ``release``: the staging area's memory is given back.
         """
         self.start_weight_update()
         self.update_weights({"version": version})
         self.finish_weight_update()
-        return self._asyncrl_transfer().commit_s
+        transfer = self._asyncrl_transfer()
+        if release:
+            transfer.release()
+        return transfer.commit_s
+
+    def asyncrl_free_bytes(self) -> int:
+        """Memory of the device that nobody has; 0 for a CPU, whose memory is not the worker's own."""
+        device = self._asyncrl_transfer().device
+        return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
     def _asyncrl_transfer(self) -> StagedWeightTransfer:
         engine = self.weight_transfer_engine

@@ -96,6 +96,13 @@ class ActorCritic:
     async def score(self, token_ids: Sequence[int]) -> Float32Array:
         return await self._policy.score(token_ids)
 
+    async def offload(self) -> None:
+        """The policy alone: the critic has devices of its own."""
+        await self._policy.offload()
+
+    async def reload(self) -> None:
+        await self._policy.reload()
+
     async def checksum(self) -> str:
         return await self._policy.checksum()
 

@@ -149,11 +149,12 @@ class LearnerRank(Protocol):
         ...
 
     def gather_bucket(
-        self, bucket: Sequence[TensorSpec], into: torch.Tensor | None = None
+        self, bucket: Sequence[TensorSpec], into: torch.Tensor | None = None, *, everywhere: bool = False
     ) -> torch.Tensor | None:
         """The bucket's tensors, cast to their travelling dtype, as one flat tensor on rank 0.
 
         Written to ``into``, a flat tensor of their size and dtype, if that lies where they do.
+        ``everywhere``: this rank wants it too, whatever its number.
 
         Collective for ZeRO-3 (one bucket gathered at a time); None on other ranks.
         """
@@ -177,6 +178,16 @@ class LearnerRank(Protocol):
 
         Not with ZeRO-3 or adapters, where no whole weights lie in memory.
         """
+        ...
+
+    def offload(self) -> None:
+        """Move weights, masters and moments from the device to host memory, for a generator to have the
+        device; until ``reload``, only copying the state works. Collective; no effect on a CPU's own memory.
+        """
+        ...
+
+    def reload(self) -> None:
+        """Move them back; no effect where they are there."""
         ...
 
     def export(self, folder: Path) -> None:
@@ -226,6 +237,17 @@ class Learner(Protocol):
 
         Between two updates: it waits for one that runs, and the next waits for it.
         """
+        ...
+
+    async def offload(self) -> None:
+        """Leave the device to the generators beside the ranks: between two updates, after the push.
+
+        Until ``reload``, nothing but ``copy_state``, ``write_state`` and ``close`` may be asked for.
+        """
+        ...
+
+    async def reload(self) -> None:
+        """Take the device back; no effect where it was not left."""
         ...
 
     async def checksum(self) -> str:

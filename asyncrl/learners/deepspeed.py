@@ -323,8 +323,10 @@ class DeepSpeedLearner:
         """Full parameters in the compute dtype; each is valid until the next is asked for."""
         return self._weights.named()
 
-    def gather_bucket(self, bucket: Sequence[TensorSpec], into: Tensor | None = None) -> Tensor | None:
-        return self._weights.bucket(bucket, into)
+    def gather_bucket(
+        self, bucket: Sequence[TensorSpec], into: Tensor | None = None, *, everywhere: bool = False
+    ) -> Tensor | None:
+        return self._weights.bucket(bucket, into, everywhere=everywhere)
 
     def shards(self, bucket: Sequence[TensorSpec]) -> list[Tensor]:
         return self._weights.shards(bucket)
@@ -333,6 +335,12 @@ class DeepSpeedLearner:
         if self._settings.zero_stage == 3 or self._adapter is not None:
             raise InvariantError("asked to share weights that lie in parts: config checks refuse that")
         return SharedModel(self._engine.module)
+
+    def offload(self) -> None:
+        self._engine.offload()
+
+    def reload(self) -> None:
+        self._engine.reload()
 
     def checksum(self) -> str:
         """Checksum of the full parameters; collective for ZeRO-3, the same on every rank."""

@@ -66,6 +66,7 @@ class TrainingEngine:
         self._deterministic = deterministic
         self.device = torch.device(self._pick_device())
         self._engine: Any = None
+        self._is_offloaded = False
 
     def prepare(self) -> None:
         """Make the process ready; before the model is loaded."""
@@ -171,6 +172,33 @@ class TrainingEngine:
         if self._settings.zero_stage == 3:
             for parameter in self._engine.module.parameters():
                 parameter.partition(param_list=[parameter], has_been_updated=False)
+
+    def offload(self) -> None:
+        """Move weights, masters and moments to host memory; until ``reload``, only its state can be copied.
+
+        With ZeRO 1 and 2, whose optimizer can do so: else nothing, as on a CPU, where it lies there already.
+        """
+        if self._is_offloaded or not hasattr(self.optimizer, "offload_states") or self.is_sharded:
+            return
+        self._engine.offload_states(pin_memory=self.device.type == "cuda")
+        self._move_frozen("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._is_offloaded = True
+
+    def reload(self) -> None:
+        """Move them back; no effect where they are there."""
+        if not self._is_offloaded:
+            return
+        self._engine.reload_states()
+        self._move_frozen(self.device)
+        self._is_offloaded = False
+
+    def _move_frozen(self, device: torch.device | str) -> None:
+        """DeepSpeed moves what it trains, and no more."""
+        for parameter in self.module.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(device)
 
     def copy_state(self, *, weights_only: bool = False) -> None:
         """Copy this rank's part of the state, or of the weights alone, between two updates."""

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ import ray
 
 from asyncrl.checkpoint.files import FileEntry
 from asyncrl.config import Config
-from asyncrl.errors import StalenessError
+from asyncrl.errors import ChecksumError, StalenessError
 from asyncrl.learners.base import LearnerInfo, LearnerRank, PushReport, StepResult
 from asyncrl.learners.packing import RankPlan, plan_step
 from asyncrl.learners.ranks import STATE_LANE, RayRanks, free_port
 from asyncrl.learners.samples import SentGroup, rank_step, sent_groups
-from asyncrl.placement import actor_options, pin_process
+from asyncrl.placement import pin_process
 from asyncrl.timeline import unix_offset
 from asyncrl.types import Batch, Float32Array, group_lag
 from asyncrl.weight_sync.base import Channel, PushGroupSpec, plan_buckets
@@ -107,6 +107,12 @@ class LearnerActor:
         logprobs: Float32Array = self._learner.score(token_ids)
         return logprobs
 
+    def offload(self) -> None:
+        self._learner.offload()
+
+    def reload(self) -> None:
+        self._learner.reload()
+
     def checksum(self) -> str:
         result: str = self._learner.checksum()
         return result
@@ -134,11 +140,16 @@ _RemoteLearner: Any = ray.remote(concurrency_groups={_PUSH_LANE: 1, STATE_LANE: 
 
 
 def learner_actors(
-    config: Config, model_path: str, *, host: str, cores: Sequence[tuple[int, ...] | None], gpus: int
+    config: Config,
+    model_path: str,
+    *,
+    host: str,
+    cores: Sequence[tuple[int, ...] | None],
+    options: Sequence[Mapping[str, Any]],
 ) -> list[Any]:
-    """A Ray actor for each rank, with ``gpus`` GPUs; ranks meet on ``host``."""
+    """A Ray actor for each rank, with the ``options`` that place it; ranks meet on ``host``."""
     return [
-        _RemoteLearner.options(**actor_options(gpus)).remote(
+        _RemoteLearner.options(**options[rank]).remote(
             config, model_path, rank, host, cores[rank], str(Path.cwd())
         )
         for rank in range(config.learner.ranks)
@@ -148,15 +159,26 @@ def learner_actors(
 class RayLearner:
     """The ranks as one ``Learner``. Deaths and timeouts of a rank are LearnerErrors.
 
-    ``actors`` and ``handles`` are those of ``RayRanks``, a rank each.
+    ``actors`` and ``handles`` are those of ``RayRanks``, a rank each. ``after`` is awaited before they start:
+    for as long as the memory that they take belongs to others.
     """
 
-    def __init__(self, config: Config, actors: Sequence[Any], handles: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        config: Config,
+        actors: Sequence[Any],
+        handles: Sequence[Any] = (),
+        *,
+        after: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self._config = config
+        self._after = after
         self._push_lane = _PUSH_LANE if config.weight_sync.overlap else None
         self._ranks = RayRanks("learner", actors, handles)
 
     async def start(self) -> LearnerInfo:
+        if self._after is not None:
+            await self._after()
         infos = await self._ranks.start(self._config.learner.start_timeout_s)
         info: LearnerInfo = infos[0]
         return info
@@ -187,14 +209,23 @@ class RayLearner:
         return float(max(await self._ranks.all("copy_out", version)))
 
     async def push(self, version: int, channel: Channel = "generators") -> PushReport:
-        reports = await self._ranks.all("push", version, channel, lane=self._push_lane)
-        report: PushReport = reports[0]
-        return report
+        found = await self._ranks.all("push", version, channel, lane=self._push_lane)
+        reports: list[PushReport] = [report for report in found if report is not None]
+        if len({report.checksum for report in reports}) > 1:
+            sums = ", ".join(report.checksum for report in reports)
+            raise ChecksumError(f"version {version}: the ranks that sent it hold different weights: {sums}")
+        return max(reports, key=lambda report: report.send_s)
 
     async def score(self, token_ids: Sequence[int]) -> Float32Array:
         first, *_ = await self._ranks.all("score", token_ids)
         logprobs: Float32Array = first
         return logprobs
+
+    async def offload(self) -> None:
+        await self._ranks.all("offload")
+
+    async def reload(self) -> None:
+        await self._ranks.all("reload")
 
     async def checksum(self) -> str:
         sums = await self._ranks.all("checksum")

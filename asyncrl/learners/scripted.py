@@ -62,6 +62,8 @@ class ScriptedLearner:
         push_s: PushSeconds = 0.0,
         copy_s: float = 0.0,
         score_s: float = 0.0,
+        offload_s: float = 0.0,
+        reload_s: float = 0.0,
         start_s: float = 0.0,
         bad_steps: Collection[int] = (),
         dies_at: int | None = None,
@@ -84,6 +86,10 @@ class ScriptedLearner:
         self._push_s = push_s
         self._copy_s = copy_s
         self._score_s = score_s
+        self._offload_s = offload_s
+        self._reload_s = reload_s
+        self.offloaded = False
+        """Whether it has left its device."""
         self._stepping = False
         self._copied: int | None = None
         self._copied_state = 0
@@ -114,7 +120,7 @@ class ScriptedLearner:
         return LearnerInfo(manifest=SCRIPTED_MANIFEST, parameters=1)
 
     async def step(self, batch: Batch) -> StepResult:
-        self._check_up()
+        self._check_on_device("update")
         attempt, self._step_calls = self._step_calls, self._step_calls + 1
         if self._keeps_batches:
             self.batches.append(batch)
@@ -149,7 +155,7 @@ class ScriptedLearner:
         return self._copy_s
 
     async def push(self, version: int, channel: Channel = "generators") -> PushReport:
-        self._check_up()
+        self._check_on_device("push")
         if self._copied is None and (self._stepping or version != self.version):
             during = "in the middle of an update" if self._stepping else "between two updates"
             raise InvariantError(f"asked to push version {version} {during}, have {self.version}")
@@ -164,20 +170,34 @@ class ScriptedLearner:
         return PushReport(version, scripted_checksum(version), SCRIPTED_MANIFEST[0].nbytes, duration)
 
     async def score(self, token_ids: Sequence[int]) -> Float32Array:
-        self._check_up()
+        self._check_on_device("score")
         if self._stepping:
             raise InvariantError(f"asked to score in the middle of the update of version {self.version}")
         self.scored.append(self.version)
         await asyncio.sleep(self._score_s)
         return scripted_logprobs(self.version, token_ids)
 
-    async def checksum(self) -> str:
+    async def offload(self) -> None:
+        """Takes ``offload_s``, in which it is on the device still."""
+        self._check_on_device("offload")
+        if self._stepping:
+            raise InvariantError(f"asked to offload in the middle of the update of version {self.version}")
+        await asyncio.sleep(self._offload_s)
+        self.offloaded = True
+
+    async def reload(self) -> None:
+        """Takes ``reload_s``, in which it is on the device already."""
         self._check_up()
+        back, self.offloaded = self.offloaded, False
+        await asyncio.sleep(self._reload_s if back else 0.0)
+
+    async def checksum(self) -> str:
+        self._check_on_device("sum its weights up")
         return scripted_checksum(self.version)
 
     async def export(self, folder: Path) -> None:
         """Writes its version, in place of weights."""
-        self._check_up()
+        self._check_on_device("export")
         (folder / "version").write_text(str(self.version))
 
     async def copy_state(self, *, weights_only: bool = False) -> None:
@@ -214,6 +234,11 @@ class ScriptedLearner:
 
     def _go_down(self, why: str) -> None:
         self._up, self._why_down = False, why
+
+    def _check_on_device(self, doing: str) -> None:
+        self._check_up()
+        if self.offloaded:
+            raise InvariantError(f"asked to {doing} version {self.version} while off its device")
 
     def _check_up(self) -> None:
         if not self._up:

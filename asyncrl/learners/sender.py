@@ -11,6 +11,8 @@ Invariants:
 - Beside shard and copy, rank 0 holds two buckets and one rank's part of one; the others nothing.
 - Each channel has a push group of its own: a rebuilt one, or a broken one, touches no other channel's.
 - A push that fails on rank 0 leaves no other rank waiting for it: they fail, or have been served.
+- Where weights are handed over between neighbours, each rank that has a receiver beside it sends to that one,
+  all of them the same bytes.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from torch import Tensor
 from asyncrl.errors import InvariantError
 from asyncrl.learners.base import LearnerRank, PushReport
 from asyncrl.learners.runs import adjacent_runs, copy_run
-from asyncrl.weight_sync.base import Channel, PushGroupSpec, TensorSpec, plan_buckets
-from asyncrl.weight_sync.broadcast import PushGroup, as_weight_sync_error, connect_store, create_group
+from asyncrl.weight_sync.base import BESIDE, Channel, PushGroupSpec, TensorSpec, plan_buckets
+from asyncrl.weight_sync.broadcast import as_weight_sync_error, connect_store, create_group
+from asyncrl.weight_sync.transport import WeightGroup, join_group
 
 Bucket = Sequence[TensorSpec]
 
@@ -67,7 +70,8 @@ class PushSender:
 
     def open(self, spec: PushGroupSpec, store: Any = None, channel: Channel = "generators") -> None:
         """Leave the channel's push group before, if any, and join this one: rank 0 that of the receivers,
-        and with copies of shards all ranks one of their own. ``store`` is the one that rank 0 serves.
+        and with copies of shards all ranks one of their own; or each rank its receiver's, which is beside
+        it. ``store`` is the one that rank 0 serves.
 
         Raises WeightSyncError, and InvariantError where the group would have other buckets.
         """
@@ -79,6 +83,11 @@ class PushSender:
                 f"make both from one manifest and one bucket size, here {spec.bucket_bytes} bytes"
             )
         line = self._lines[channel] = _Line()
+        if spec.backend in BESIDE:
+            line.beside = True
+            if self._rank in spec.slots:
+                line.group = join_group(spec.of_slot(self._rank, 0), store)
+            return
         if self._copies is not None and self._gathers:
             store = store if self._rank == 0 else connect_store(spec)
             own = replace(
@@ -90,7 +99,7 @@ class PushSender:
             )
             line.shards = ShardGroup(own, store, self._copies)
         if self._rank == 0:
-            line.group = PushGroup(spec, store)
+            line.group = join_group(spec, store)
 
     def copy_out(self, version: int) -> float:
         """Copy this rank's shard as ``version``; returns the seconds that it took."""
@@ -99,7 +108,10 @@ class PushSender:
         return self._copies.take(version)
 
     def send(self, version: int, channel: Channel = "generators") -> PushReport | None:
-        """Send ``version`` to all receivers of ``channel``; the report, on rank 0. Raises WeightSyncError."""
+        """Send ``version`` to all receivers of ``channel``; the report, on ranks that send to any.
+
+        Raises WeightSyncError.
+        """
         start = time.perf_counter()
         line = self._lines.get(channel, _Line())
         if self._copies is not None:
@@ -114,28 +126,33 @@ class PushSender:
             self._lines.popitem()[1].close()
 
     def _send_parameters(self, version: int, line: _Line) -> tuple[str, int] | None:
-        """Rank 0 sends; with ZeRO 3 the others take part in gathering each bucket."""
-        if self._rank != 0:
+        """Who has receivers sends; with ZeRO 3 the others take part in gathering each bucket."""
+        group = line.group
+        if group is None:
+            assert line.beside or self._rank != 0, "open() comes first"
             for bucket in self._buckets:
                 self._learner.gather_bucket(bucket)
             return None
         left = list(self._buckets)
-        if self._buffers is None:
-            self._buffers = TwoBuffers(self._buckets)
-        buffers = self._buffers
 
         def gather(bucket: Bucket) -> Tensor:
-            flat = self._learner.gather_bucket(left.pop(0), buffers.next(bucket))
-            assert flat is not None, "rank 0 has every bucket"
+            room = group.room(bucket)
+            into = self._buffer(bucket) if room is None else room
+            flat = self._learner.gather_bucket(left.pop(0), into, everywhere=line.beside)
+            assert flat is not None, "who sends has every bucket"
             return flat
 
-        assert line.group is not None, "open() comes first"
         try:
-            return line.group.send(version, gather)
+            return group.send(version, gather)
         finally:
             # After a failure: the other ranks do not know of it, and gather to the end.
             for bucket in left if self._gathers else ():
                 self._learner.gather_bucket(bucket)
+
+    def _buffer(self, bucket: Bucket) -> Tensor:
+        if self._buffers is None:
+            self._buffers = TwoBuffers(self._buckets)
+        return self._buffers.next(bucket)
 
     def _send_copies(self, version: int, copies: ShardCopies, line: _Line) -> tuple[str, int] | None:
         if copies.version != version:
@@ -160,7 +177,7 @@ class PushSender:
 class TwoBuffers:
     """Host memory for two buckets, used by turns: new pages for each would cost as much as filling them.
 
-    As ``PushGroup.send`` gathers a bucket, all but the last have left.
+    As a group's ``send`` gathers a bucket, all but the last have left.
     """
 
     def __init__(self, buckets: list[list[TensorSpec]]) -> None:
@@ -293,8 +310,10 @@ class ShardGroup:
 class _Line:
     """The groups of one channel that this rank is in."""
 
-    group: PushGroup | None = None
-    """With the receivers, on rank 0."""
+    group: WeightGroup | None = None
+    """With the receivers: on rank 0, or on each rank that has one beside it."""
+    beside: bool = False
+    """Whether each rank sends to its neighbour."""
     shards: ShardGroup | None = None
     """Of all ranks, where shards are gathered from copies."""
 

@@ -54,16 +54,20 @@ class PolicyWeights:
             with self._engine.gathered(self._sources(name)):
                 yield name, self._whole(name, self._parameters[name].dtype)
 
-    def bucket(self, bucket: Sequence[TensorSpec], into: Tensor | None = None) -> Tensor | None:
-        """The tensors of a bucket in its dtype as one flat tensor, a copy, on rank 0; None elsewhere.
+    def bucket(
+        self, bucket: Sequence[TensorSpec], into: Tensor | None = None, *, everywhere: bool = False
+    ) -> Tensor | None:
+        """The tensors of a bucket in its dtype as one flat tensor, a copy, on rank 0, and ``everywhere`` if
+        this rank wants it too; None elsewhere.
 
         The copy is ``into`` where that lies on their device.
         """
-        if not self._sharded and self._engine.rank != 0:
+        wanted = everywhere or self._engine.rank == 0
+        if not self._sharded and not wanted:
             return None
         dtype = getattr(torch, bucket[0].dtype)
         with self._engine.gathered([p for spec in bucket for p in self._sources(spec.name)]):
-            if self._engine.rank != 0:
+            if not wanted:
                 return None
             # A copy: the next update may run before the last of it is on the wire.
             flats = [self._whole(spec.name, dtype).reshape(-1).to(dtype) for spec in bucket]

@@ -7,8 +7,9 @@ Invariants:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -33,6 +34,14 @@ class TensorSpec:
 
 
 Manifest = tuple[TensorSpec, ...]
+
+Backend = Literal["gloo", "nccl", "shm", "ipc"]
+"""How weights travel: broadcast between CPUs or between GPUs, or, to a process on the same device, through
+memory of a CPU or of a GPU that both have open."""
+BESIDE: tuple[Backend, ...] = ("shm", "ipc")
+"""Those by which each learner rank sends to the generator of its own slot, and to nobody else."""
+HAS_SHM = sys.platform == "linux"
+"""Whether this system has what ``shm`` needs: memory without a name, and sockets without a file."""
 
 Channel = Literal["generators", "reference"]
 """Who a push is for. A sender has one push group for each, which come and go without each other."""
@@ -81,12 +90,18 @@ class PushGroupSpec:
     rank: int
     """Of the process that joins; a replica of several workers is told that of its first."""
     world_size: int
-    backend: Literal["gloo", "nccl"]
+    backend: Backend
     bucket_bytes: int
     timeout_s: float
     manifest: Manifest
     adapters: tuple[AdapterSpec, ...] = ()
     """Where the manifest's tensors are those of adapters alone, what receivers make of them."""
+    slots: tuple[int, ...] = ()
+    """With a backend out of ``BESIDE``: the learner ranks that have a receiver beside them."""
+
+    def of_slot(self, slot: int, rank: int) -> PushGroupSpec:
+        """How the two ends of ``slot`` meet, as sender (``rank`` 0) or receiver (1)."""
+        return replace(self, prefix=f"{self.prefix}-{slot}", rank=rank, world_size=2, slots=(slot,))
 
 
 @dataclass(frozen=True, slots=True)

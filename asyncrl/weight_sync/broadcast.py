@@ -35,7 +35,7 @@ dist: Any = torch.distributed
 
 _MAGIC = 0x61737263726C
 
-_MEETING_S = 30.0
+MEETING_S = 30.0
 """Longest that a sender waits for its receivers to come to the store; receivers wait twice as long."""
 
 
@@ -73,7 +73,7 @@ class Staging:
 def make_staging(buckets: Sequence[Sequence[TensorSpec]], device: torch.device) -> Staging:
     """Room for ``buckets`` on ``device``."""
     flats = tuple(_flat(bucket, device) for bucket in buckets)
-    views = (pair for flat, bucket in zip(flats, buckets, strict=True) for pair in _split(flat, bucket))
+    views = (pair for flat, bucket in zip(flats, buckets, strict=True) for pair in split_bucket(flat, bucket))
     return Staging(flats, dict(views))
 
 
@@ -97,6 +97,10 @@ class PushGroup:
             if spec.world_size > 1:
                 self._broadcast(torch.zeros(1, device=self.device)).wait()
 
+    def room(self, bucket: Sequence[TensorSpec]) -> torch.Tensor | None:
+        """Anywhere: a bucket is broadcast from where it lies."""
+        return None
+
     def send(self, version: int, gather: Callable[[Sequence[TensorSpec]], torch.Tensor]) -> tuple[str, int]:
         """Broadcast all buckets; ``gather`` returns one bucket's tensors as one flat tensor.
 
@@ -114,7 +118,7 @@ class PushGroup:
                     pending.popleft().wait()
                 flat = gather(bucket).to(self.device)
                 pending.append(self._broadcast(flat))
-                for name, tensor in _split(flat, bucket):
+                for name, tensor in split_bucket(flat, bucket):
                     checksum.add(name, tensor)
                 nbytes += flat.numel() * flat.element_size()
             for work in pending:
@@ -141,7 +145,7 @@ class PushGroup:
                     f"expected version {version} in {len(self.buckets)} buckets"
                 )
             for bucket, flat in zip(self.buckets, self._arrivals(staging), strict=True):
-                for name, tensor in _split(flat, bucket):
+                for name, tensor in split_bucket(flat, bucket):
                     if not isinstance(staging, Staging):
                         tensor = staging[name].copy_(tensor)
                     checksum.add(name, tensor)
@@ -190,7 +194,7 @@ def _meet(store: Any, spec: PushGroupSpec) -> None:
 
     Receivers are the more patient: a sender that waited in vain for an earlier group is on its way.
     """
-    seconds = min(spec.timeout_s, _MEETING_S * (1 if spec.rank == 0 else 2))
+    seconds = min(spec.timeout_s, MEETING_S * (1 if spec.rank == 0 else 2))
     store.set(f"here{spec.rank}", "")
     store.wait([f"here{rank}" for rank in range(spec.world_size)], timedelta(seconds=seconds))
 
@@ -221,7 +225,8 @@ def _flat(bucket: Sequence[TensorSpec], device: torch.device) -> torch.Tensor:
     return torch.empty(numel, dtype=getattr(torch, bucket[0].dtype), device=device)
 
 
-def _split(flat: torch.Tensor, bucket: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+def split_bucket(flat: torch.Tensor, bucket: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A bucket's tensors by name, as views of ``flat``."""
     offset = 0
     for spec in bucket:
         yield spec.name, flat[offset : offset + spec.numel].view(spec.shape)
@@ -236,5 +241,5 @@ def as_weight_sync_error(doing: str) -> Iterator[None]:
         yield
     except WeightSyncError:
         raise
-    except (RuntimeError, dist.DistError) as error:
+    except (RuntimeError, OSError, dist.DistError) as error:
         raise WeightSyncError(f"{doing} failed after {time.perf_counter() - start:.1f} s: {error}") from error

@@ -26,7 +26,7 @@ from asyncrl.generators.base import KVAfterSwap
 from asyncrl.generators.pool import GeneratorPool, Member
 from asyncrl.learners.base import Learner, LearnerInfo, PushReport
 from asyncrl.types import Metrics
-from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho, mismatches
+from asyncrl.weight_sync.base import BESIDE, Backend, PushGroupSpec, WeightEcho, mismatches
 from asyncrl.weight_sync.canary import Canary
 from asyncrl.weight_sync.together import together
 
@@ -59,7 +59,7 @@ class WeightPublisher:
         learner: Learner,
         pool: GeneratorPool,
         *,
-        backend: str,
+        backend: Backend,
         bucket_bytes: int,
         timeout_s: float,
         in_flight: bool,
@@ -71,6 +71,7 @@ class WeightPublisher:
         self._pool = pool
         self._bucket_bytes = bucket_bytes
         self._backend = backend
+        self._hands_over = backend in BESIDE
         self._timeout_s = timeout_s
         self._in_flight = in_flight
         self._kv = kv
@@ -214,24 +215,28 @@ class WeightPublisher:
         self._receivers = []
         self._generation += 1
         host, port = self._info.store or ("127.0.0.1", 0)
+        # Where weights are handed over, a learner rank and the replica of its number make a slot.
+        slots = [self._pool.members.index(member) for member in receivers] if self._hands_over else []
         spec = PushGroupSpec(
             host=host,
             port=port,
             prefix=f"push{self._generation}",
             rank=0,
             world_size=1 + sum(member.replica.push_ranks for member in receivers),
-            backend="nccl" if self._backend == "nccl" else "gloo",
+            backend=self._backend,
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
             manifest=self._info.manifest,
             adapters=self._info.adapters,
+            slots=tuple(slots),
         )
         # Each replica has as many ranks in a row as it has workers; it is told its first.
         ranks = accumulate((m.replica.push_ranks for m in receivers[:-1]), initial=1)
+        specs = [spec.of_slot(slot, 1) for slot in slots] or [replace(spec, rank=rank) for rank in ranks]
         await self._together(
             f"building push group {spec.prefix}",
             self._learner.open_push_group(spec),
-            *(m.call(m.replica.join(replace(spec, rank=r))) for m, r in zip(receivers, ranks, strict=True)),
+            *(m.call(m.replica.join(own)) for m, own in zip(receivers, specs, strict=True)),
         )
         self._receivers = receivers
 

@@ -28,13 +28,8 @@ import torch
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.weight_sync.base import PushGroupSpec
-from asyncrl.weight_sync.broadcast import (
-    PushGroup,
-    Staging,
-    as_weight_sync_error,
-    connect_store,
-    make_staging,
-)
+from asyncrl.weight_sync.broadcast import Staging, as_weight_sync_error, connect_store, make_staging
+from asyncrl.weight_sync.transport import WeightGroup, join_group
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +66,7 @@ class StagingReceiver:
     """Joins push groups and receives versions into staging tensors, in a thread of its own.
 
     ``use`` is called in that thread with each version that has arrived and its tensors by name, which are
-    its until the next version is received. ``device`` is that of the process's model: with nccl, the
+    its until the next version is received. ``device`` is that of the process's model: with nccl and ipc, the
     staging area is there too. ``close`` belongs to the thread that calls ``join``.
     """
 
@@ -93,6 +88,12 @@ class StagingReceiver:
             target=self._serve, args=(member, before), name=f"asyncrl-{spec.prefix}", daemon=True
         )
         member.thread.start()
+
+    def release(self) -> None:
+        """Give the staging area's memory back until the next version; while nothing is received or used."""
+        self._staging = None
+        if self._member is not None:
+            self._member.staging = None
 
     def close(self) -> None:
         """Leave the group; a thread that still receives is left to the push's timeout."""
@@ -134,7 +135,7 @@ class StagingReceiver:
         # gloo cannot break off a broadcast that waits: a group whose sender is silent is left to its thread,
         # until the push's timeout, with the staging area that it may still fill.
         abandoned = before is not None and not before.leave(store)
-        group = PushGroup(member.spec, store)
+        group = join_group(member.spec, store)
         if member is not self._member:
             group.close()
             raise WeightSyncError(f"push group {member.spec.prefix!r} was left for a newer one while it met")
@@ -145,9 +146,12 @@ class StagingReceiver:
 
     def _receive(self, member: _Member, version: int) -> Outcome:
         began = time.perf_counter()
-        group, staging = member.group, member.staging
-        if group is None or staging is None:
+        group = member.group
+        if group is None:
             raise WeightSyncError(f"version {version} was to arrive in a group that was left meanwhile")
+        if member.staging is None:
+            member.staging = self._staging = make_staging(group.buckets, group.device)
+        staging = member.staging
         checksum = group.receive(version, staging)
         received = time.perf_counter()
         with self._using:
@@ -164,7 +168,7 @@ class _Member:
     def __init__(self, spec: PushGroupSpec) -> None:
         self.spec = spec
         self.thread: threading.Thread | None = None
-        self.group: PushGroup | None = None
+        self.group: WeightGroup | None = None
         self.staging: Staging | None = None
         self.busy = False
 
@@ -242,7 +246,7 @@ def _key(prefix: str, what: str, rank: int) -> str:
     return f"outcome/{prefix}/{what}/{rank}"
 
 
-def _fits(staging: Staging, group: PushGroup) -> bool:
+def _fits(staging: Staging, group: WeightGroup) -> bool:
     """Whether ``staging`` has the group's tensors, in the group's buckets."""
     if [len(flat) for flat in staging.flats] != [sum(s.numel for s in bucket) for bucket in group.buckets]:
         return False

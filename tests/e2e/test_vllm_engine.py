@@ -78,6 +78,11 @@ async def settle(engine: VLLMEngine, *asked: GenerationRequest) -> list[Completi
         return list(await asyncio.gather(*(engine.generate(each) for each in asked)))
 
 
+async def settle_one(task: asyncio.Task[Completion]) -> Completion:
+    async with asyncio.timeout(DEADLINE_S):
+        return await task
+
+
 async def tokens_sampled(engine: VLLMEngine, more: int) -> None:
     """Until so many more tokens have been sampled."""
     target = engine.statistics().tokens + more
@@ -391,6 +396,56 @@ async def test_a_group_is_rebuilt_while_requests_run(bench):
     await sender.push(model)
     async with asyncio.timeout(DEADLINE_S):
         assert len((await task).token_ids) == 300
+
+
+async def test_requests_outlast_a_sleep_and_go_on_under_the_weights_that_it_wakes_with(bench):
+    """Handed over in shared memory, as to an engine that takes turns with a learner."""
+    engine = bench.engine
+    sender = Sender(engine, backend="shm", version=bench.sender.version)
+    await engine.sleep()
+    await sender.hand_over(signature_llama(sender.version + 1))
+    first = sender.version
+    asked = [
+        request(f"z{i}", (i % VOCAB, 5), key=i, new=60 + 3 * (i % 40), temperature=0.0)
+        for i in range(SLOTS + 16)
+    ]
+    tasks = [asyncio.create_task(engine.generate(each)) for each in asked]
+    for _ in range(2):
+        await tokens_sampled(engine, 700)
+        asleep = await engine.sleep()
+        assert 0 < asleep.sequences <= SLOTS
+        before = engine.statistics()
+        late = asyncio.create_task(engine.generate(request("late", new=4, temperature=0.0)))
+        with pytest.raises(GeneratorError, match="while asleep; expected with weights"):
+            await engine.wake()
+        with pytest.raises(GeneratorError, match="asleep: wake"):
+            await engine.resume()
+        await sender.send(signature_llama(sender.version + 1))
+        with pytest.raises(GeneratorError, match=r"while asleep; expected make_room"):
+            await engine.swap(sender.version, in_flight=True, kv="recompute")
+        sender.version -= 1  # it has to be sent again
+        await sender.hand_over(signature_llama(sender.version + 1))
+        after = engine.statistics()
+        assert after.busy_s - before.busy_s < 1.0, "time asleep counts as work"
+        assert set((await settle_one(late)).token_ids.tolist()) == {sender.version}
+    async with asyncio.timeout(DEADLINE_S):
+        answers = await asyncio.gather(*tasks)
+    spans = []
+    for each, got in zip(asked, answers, strict=True):
+        assert len(got.token_ids) == each.sampling.max_new_tokens
+        np.testing.assert_array_equal(got.token_ids, got.versions)
+        spans.append(len(set(got.versions.tolist())))
+    assert max(spans) == 3, "no sequence saw all versions: the test shows nothing"
+    assert {int(v) for got in answers for v in got.versions} == set(range(first, sender.version + 1))
+    # Keys and values are those of the new weights: its own forward pass has the same scores.
+    await engine.sleep()
+    model = random_llama(sender.version + 1)
+    await sender.hand_over(model)
+    expected = forward_logprobs(model, SCORED[:1], SCORED[1:]).numpy()
+    np.testing.assert_allclose(await engine.score(SCORED), expected, atol=1e-3)
+    bench.sender.version = sender.version
+    sender.close()
+    await bench.sender.join(model)
 
 
 @pytest.mark.parametrize(

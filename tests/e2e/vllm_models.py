@@ -16,8 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.generators.vllm_engine import VLLMEngine
 from asyncrl.types import DrawKey, GenerationRequest, SamplingParams
-from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec, WeightEcho
-from asyncrl.weight_sync.broadcast import PushGroup, create_store
+from asyncrl.weight_sync.base import BESIDE, Backend, PushGroupSpec, TensorSpec, WeightEcho
+from asyncrl.weight_sync.broadcast import create_store
+from asyncrl.weight_sync.transport import WeightGroup, join_group
 from asyncrl.weight_sync.verify import state_checksum
 
 VOCAB = 256
@@ -88,14 +89,23 @@ def request(
 class Sender:
     """The learner's side of a push: rank 0, with models to send by version."""
 
-    def __init__(self, engine: VLLMEngine, workers: int = 1, *, bucket_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        engine: VLLMEngine,
+        workers: int = 1,
+        *,
+        bucket_bytes: int = 1 << 20,
+        backend: Backend = "gloo",
+        version: int = 0,
+    ) -> None:
         self._engine = engine
+        self._backend = backend
         self._workers = workers
         self._bucket_bytes = bucket_bytes
         self._store = create_store("127.0.0.1", TIMEOUT_S)
-        self._group: PushGroup | None = None
+        self._group: WeightGroup | None = None
         self._joins = 0
-        self.version = 0
+        self.version = version
 
     async def join(self, model: LlamaForCausalLM) -> None:
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -104,16 +114,19 @@ class Sender:
         spec = PushGroupSpec(
             host="127.0.0.1",
             port=self._store.port,
-            prefix=f"push{self._joins}",
+            prefix=f"{self._backend}{self._joins}",
             rank=0,
             world_size=1 + self._workers,
-            backend="gloo",
+            backend=self._backend,
             bucket_bytes=self._bucket_bytes,
             timeout_s=TIMEOUT_S,
             manifest=manifest,
         )
+        ours, its = spec, replace(spec, rank=1)
+        if self._backend in BESIDE:
+            ours, its = spec.of_slot(0, 0), spec.of_slot(0, 1)
         self._group, _ = await asyncio.gather(
-            asyncio.to_thread(PushGroup, spec, self._store), self._engine.join(replace(spec, rank=1))
+            asyncio.to_thread(join_group, ours, self._store), self._engine.join(its)
         )
 
     async def send(self, model: LlamaForCausalLM) -> str:
@@ -133,6 +146,12 @@ class Sender:
         )
         assert sent == state_checksum(model.named_parameters())
         return sent
+
+    async def hand_over(self, model: LlamaForCausalLM) -> None:
+        """Push ``model`` to an engine that sleeps, and wake it."""
+        await self._engine.make_room()
+        await self.push(model)
+        await self._engine.wake()
 
     async def push(self, model: LlamaForCausalLM, *, in_flight: bool = True, kv: Any = "keep") -> WeightEcho:
         """Send ``model`` as the next version and make it live; the echo has to be the sender's."""

@@ -15,6 +15,7 @@ from asyncrl.evaluation import Evaluator
 from asyncrl.generators.local import LocalReplica
 from asyncrl.generators.pool import GeneratorPool
 from asyncrl.generators.scripted import ScriptedGenerator
+from asyncrl.handover import HandoverPublisher, HandoverTurns
 from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.ledger import Retired
 from asyncrl.pushes import Publisher
@@ -153,15 +154,29 @@ def run(
         timeout_s = settings.weight_sync.timeout_s
         turns: Turns = NoTurns()
         publisher: Publisher
-        if settings.placement.mode == "colocated":
-            turns = ColocatedTurns(pool, learner, timeout_s=timeout_s, canary=canary, clock=loop.time)
+        bucket_bytes = 1 << 20
+        if settings.placement.mode == "colocated" and settings.generators.backend == "vllm":
+            pushes = WeightPublisher(
+                learner,
+                pool,
+                backend="shm",
+                bucket_bytes=bucket_bytes,
+                timeout_s=timeout_s,
+                in_flight=True,
+                kv="recompute",
+                clock=loop.time,
+            )
+            turns = HandoverTurns(learner, pool, pushes, timeout_s=timeout_s, canary=canary)
+            publisher = HandoverPublisher(turns, pushes, canary=canary)
+        elif settings.placement.mode == "colocated":
+            turns = ColocatedTurns(pool, learner, timeout_s=timeout_s, canary=canary)
             publisher = RelabelPublisher(pool, turns, timeout_s=timeout_s, canary=canary, clock=loop.time)
         else:
             publisher = WeightPublisher(
                 learner,
                 pool,
                 backend="gloo",
-                bucket_bytes=1 << 20,
+                bucket_bytes=bucket_bytes,
                 timeout_s=timeout_s,
                 in_flight=settings.schedule.in_flight_updates,
                 kv=settings.schedule.kv_after_swap,

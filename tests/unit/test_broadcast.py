@@ -104,7 +104,7 @@ def test_joining_a_store_that_is_not_there_says_so() -> None:
 def test_a_sender_whose_receiver_never_comes_is_free_long_before_the_push_timeout(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broadcast, "_MEETING_S", 0.5)
+    monkeypatch.setattr(broadcast, "MEETING_S", 0.5)
     store = create_store("127.0.0.1", 20.0)
     spec = PushGroupSpec("127.0.0.1", store.port, "push1", 0, 3, "gloo", 1 << 20, 20.0, MANIFEST)
     first = threads.submit(PushGroup, replace(spec, rank=1))

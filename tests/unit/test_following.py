@@ -40,7 +40,7 @@ class Policy:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
-    def gather_bucket(self, bucket, into=None):
+    def gather_bucket(self, bucket, into=None, *, everywhere=False):
         parameters = dict(self.module.named_parameters())
         return torch.cat([parameters[s.name].detach().reshape(-1) for s in bucket])
 
