@@ -55,16 +55,16 @@ def option_problems(options: Mapping[str, Any], longest: int) -> list[str]:
     for name in sorted(set(options) & set(OWNED)):
         instead = f"set {OWNED[name]} instead" if OWNED[name] else "remove it"
         problems.append(f"generators.vllm.{name}: found it set, but asyncrl sets it itself: {instead}")
-    for name in sorted(options):
+    for name, value in sorted(options.items()):
         if name.startswith(_DATA_PARALLEL):
             problems.append(
-                f"generators.vllm.{name}: found {options[name]!r}; expected it left out: vLLM's data "
+                f"generators.vllm.{name}: found {value!r}; expected it left out: vLLM's data "
                 "parallelism was never run with pushes of weights; set generators.replicas: engines of "
                 "their own, to which weights are pushed together"
             )
-        elif name in NEVER_RUN and options[name] not in (1, False):
+        elif name in NEVER_RUN and (value is True or value not in (1, False)):  # True equals 1
             problems.append(
-                f"generators.vllm.{name}: found {options[name]!r}; expected it left out: weights were never "
+                f"generators.vllm.{name}: found {value!r}; expected it left out: weights were never "
                 f"pushed into a model that is divided that way; {NEVER_RUN[name]}"
             )
     for name in ("tensor_parallel_size", "max_model_len"):

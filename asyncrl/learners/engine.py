@@ -304,18 +304,18 @@ class TrainingEngine:
         deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
         if self._shared > 1:
-            self._meet_neighbours()
+            self._meet_neighbours(step_timeout)
 
-    def _meet_neighbours(self) -> None:
+    def _meet_neighbours(self, timeout: timedelta) -> None:
         """Every rank makes every group, as torch wants it, and keeps those that it is in."""
         ranks = range(self.world_size)
         for first in ranks[:: self._shared]:
             members = ranks[first : first + self._shared]
-            group = dist.new_group(list(members))
+            group = dist.new_group(list(members), timeout=timeout)
             self.sharing = group if self.rank in members else self.sharing
         for first in ranks[: self._shared]:
             members = ranks[first :: self._shared]
-            group = dist.new_group(list(members))
+            group = dist.new_group(list(members), timeout=timeout)
             self._replicas = group if self.rank in members else self._replicas
 
     def _engine_config(self, parameters: int) -> dict[str, Any]:

@@ -13,15 +13,16 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from asyncrl.errors import ConfigError
 from tests.e2e.deepspeed_worker import gradients, lone_gradient, run_ranks, skip, train
 from tests.e2e.push_worker import push_to_a_receiver_that_dies
+from tests.e2e.runs import assert_sound, finish
 from tests.e2e.state_worker import resume, train_and_save
 from tests.e2e.test_deepspeed_gradients import by_autograd
 from tests.e2e.tiny_policy import save_tiny_policy
@@ -102,6 +103,14 @@ def test_steps_metrics_and_all_that_leaves_the_learner_are_those_of_one_rank(
 
 
 @pytest.mark.parametrize("sharing", [SEQUENCE, TENSOR], ids=["sequence", "tensor"])
+def test_bfloat16_is_close(folder: Path, sharing: dict[str, Any]) -> None:
+    (alone,) = run_ranks(train, folder, stage=2, ranks=1, versions=2, dtype="bfloat16")
+    for found in run_ranks(train, folder, stage=2, ranks=2, versions=2, dtype="bfloat16", **sharing):
+        np.testing.assert_allclose(found["norms"], alone["norms"], rtol=0.02)
+        np.testing.assert_allclose(found["scores"], alone["scores"], atol=0.1)
+
+
+@pytest.mark.parametrize("sharing", [SEQUENCE, TENSOR], ids=["sequence", "tensor"])
 def test_a_bad_update_is_skipped_by_all_of_them(folder: Path, sharing: dict[str, Any]) -> None:
     for found in run_ranks(skip, folder, stage=0, ranks=2, kinds=["advantage"], **sharing):
         before, after, last = found["digests"]
@@ -138,13 +147,14 @@ def test_no_rank_is_left_waiting_when_a_receiver_dies(folder: Path) -> None:
     assert first["sent"] == (first["held"], first["held"])
 
 
-def test_a_head_that_is_divided_and_uneven_layers_are_put_together(tmp_path: Path) -> None:
-    """Embeddings that are not tied, and an inner width that two ranks cannot halve."""
+@pytest.mark.parametrize("sharing", [SEQUENCE, TENSOR], ids=["sequence", "tensor"])
+def test_another_model_has_the_gradient_of_one_rank(tmp_path: Path, sharing: dict[str, Any]) -> None:
+    """A norm of each head, an output head of its own, and an inner width that two ranks cannot halve."""
     torch.manual_seed(1)
-    place = save_tiny_policy(tmp_path / "untied")
-    LlamaForCausalLM(config(LlamaConfig, intermediate_size=129)).save_pretrained(place)
+    place = save_tiny_policy(tmp_path / "other")
+    Qwen3ForCausalLM(config(Qwen3Config, intermediate_size=129, head_dim=16)).save_pretrained(place)
     (expected,) = run_ranks(gradients, place, stage=1, ranks=1, splits=SPLITS)
-    for found in run_ranks(gradients, place, stage=1, ranks=2, splits=SPLITS, **TENSOR):
+    for found in run_ranks(gradients, place, stage=1, ranks=2, splits=SPLITS, **sharing):
         for (_, whole), (_, shared) in zip(expected, found, strict=True):
             largest = max(np.abs(g).max() for g in whole.values())
             for name, gradient in whole.items():
@@ -168,6 +178,19 @@ def test_one_sample_on_three_ranks_has_the_gradient_of_one_rank(folder: Path) ->
     for _, shared in found:
         for name, gradient in expected.items():
             assert np.abs(shared[name] - gradient).max() <= 1e-5 * largest, name
+
+
+def test_a_run_goes_on_when_its_ranks_share_something_else(tmp_path: Path) -> None:
+    """Real actors, pushes and checkpoints: layers divided for two steps, then sequences."""
+    settings = ("learner.ranks=2", "model.create.kv_heads=2", "weight_sync.canary_every=1", "eval.every=0")
+    finish(tmp_path, *settings, "run.steps=2", "learner.tensor_parallel=2")
+    run = finish(tmp_path, *settings, "run.steps=4", "learner.sequence_parallel=2")
+    assert "learner.tensor_parallel was 2 and is 1 from here on" in run.text
+    assert_sound(run, max_staleness=2, capacity=4)
+    assert [line["policy_version"] for line in run.metrics] == [0, 1, 2, 3, 4]
+    # Every push had the learner's own log-probs, whoever had which part of the weights.
+    assert all(line.get("weight_sync/canary_diff_max", 0) < 1e-3 for line in run.metrics)
+    assert run.metrics[-1]["ledger/trained"] == 8
 
 
 def config(kind: Any, **settings: Any) -> Any:
