@@ -45,6 +45,31 @@ class Part:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """One rank's columns of a micro-batch's rows: R rows of l."""
+
+    input_ids: Tensor  # (R, l)
+    positions: Tensor  # (n,) into the flattened columns: where the owned tokens are predicted
+    position_ids: Tensor  # (R, l), places in the whole rows
+    owned: Tensor  # (N,) bool, of all tokens those that are predicted here
+
+
+def columns_of(input_ids: Tensor, positions: Tensor, index: int, size: int) -> Columns:
+    """Those of rank ``index`` of ``size``, of inputs (R, L) and ``positions`` (N,) into them, flattened."""
+    rows, width = input_ids.shape
+    own = -(-width // size)  # columns a rank, rounded up
+    start = index * own
+    columns = pad(input_ids, (0, own * size - width))[:, start : start + own]
+    row, column = positions // width, positions % width - start
+    owned = (column >= 0) & (column < own)
+    # Padding takes the last place: there may be none after it.
+    places = torch.arange(start, start + own, device=input_ids.device).clamp(max=width - 1)
+    return Columns(
+        columns.contiguous(), (row * own + column)[owned], places.expand(rows, own).contiguous(), owned
+    )
+
+
 class SequenceParallel:
     """This rank's place among the ``size`` ranks of ``group``, which share every sequence."""
 
@@ -74,28 +99,22 @@ class SequenceParallel:
 
     def part_of(self, batch: MicroBatch) -> MicroBatch:
         """The micro-batch with this rank's columns alone as inputs; every row is one sample."""
-        ids, positions, places, part = self.split(batch.input_ids, batch.positions)
-        return replace(batch, input_ids=ids, positions=positions, position_ids=places, part=part)
-
-    def split(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Part]:
-        """This rank's columns of (R, L) inputs: (R, l), those of ``positions`` (N,) that lie in them, as
-        indices into the flattened columns (n,), the columns' places in the rows (R, l), and the part."""
-        rows, width = input_ids.shape
-        own = -(-width // self._size)  # columns a rank, rounded up
-        start = self._index * own
-        columns = pad(input_ids, (0, own * self._size - width))[:, start : start + own].contiguous()
-        row, column = positions // width, positions % width - start
-        owned = (column >= 0) & (column < own)
-        places = torch.arange(start, start + own, device=input_ids.device).expand(rows, own).contiguous()
-        return columns, (row * own + column)[owned], places, Part(owned, self._group)
+        own = columns_of(batch.input_ids, batch.positions, self._index, self._size)
+        return replace(
+            batch,
+            input_ids=own.input_ids,
+            positions=own.positions,
+            position_ids=own.position_ids,
+            part=Part(own.owned, self._group),
+        )
 
     def logprobs(self, model: Any, token_ids: Tensor) -> Tensor:
         """Log-probs of tokens 1, 2, ... given those before: (T,) -> (T - 1,); collective."""
         everywhere = torch.arange(len(token_ids) - 1, device=token_ids.device)
-        ids, positions, places, part = self.split(token_ids[None, :-1], everywhere)
-        logits = selected_logits(model, ids, positions, places)
-        own, _ = token_logprobs(logits, token_ids[1:][part.owned], 1.0)
-        return part.whole(own)
+        own = columns_of(token_ids[None, :-1], everywhere, self._index, self._size)
+        logits = selected_logits(model, own.input_ids, own.positions, own.position_ids)
+        logprobs, _ = token_logprobs(logits, token_ids[1:][own.owned], 1.0)
+        return Part(own.owned, self._group).whole(logprobs)
 
     def _attention(self, config: Any) -> Any:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF

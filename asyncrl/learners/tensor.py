@@ -7,7 +7,7 @@ Invariants:
 - Ranks that divide layers get the same micro-batches, and compute the same logits.
 - A divided parameter is a run of one dimension on each rank, in the order of the ranks: checked at the
   start, by putting every parameter together and comparing it with what was loaded, to the bit.
-- At most one whole tensor is held at a time.
+- At most one tensor is put together at a time.
 """
 
 from __future__ import annotations
@@ -40,17 +40,16 @@ class TensorParallel:
         self._sizes: dict[str, list[int]] = {}
         self.slabs: dict[str, Slab] = {}
         """What this rank has, of each parameter that is divided."""
-        for name, parameter in module.named_parameters():
-            shape = self.shapes[name]
-            differing = [d for d, n in enumerate(shape) if parameter.shape[d] != n]
-            if not differing:
-                continue
-            (dim,) = differing
-            sizes: list[Any] = [None] * self.size
-            dist.all_gather_object(sizes, parameter.shape[dim], group=group)
-            ends = list(accumulate(sizes, initial=0))
-            self._sizes[name] = sizes
-            self.slabs[name] = Slab(dim, ends[self.index], ends[self.index + 1])
+        found: list[Any] = [None] * self.size
+        own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        dist.all_gather_object(found, own, group=group)
+        for name, shape in self.shapes.items():
+            dim = next((d for d, n in enumerate(shape) if own[name][d] != n), None)
+            if dim is not None:
+                sizes = [of_rank[name][dim] for of_rank in found]
+                ends = list(accumulate(sizes, initial=0))
+                self._sizes[name] = sizes
+                self.slabs[name] = Slab(dim, ends[self.index], ends[self.index + 1])
         self._require_runs(module, whole)
 
     @torch.no_grad()
