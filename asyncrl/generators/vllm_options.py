@@ -36,6 +36,7 @@ NEVER_RUN: Mapping[str, str] = {
     "decode_context_parallel_size": "use tensor_parallel_size",
     "enable_expert_parallel": "leave it out: workers then divide each expert",
     "enable_eplb": "leave it out",
+    "nnodes": "leave it out: a replica is on one node",
 }
 """Ways of vLLM to share a model out that no push of weights was tried with, and what to do instead."""
 _DATA_PARALLEL = "data_parallel_"
