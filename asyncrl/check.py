@@ -21,6 +21,7 @@ from asyncrl.algorithms.names import is_path
 from asyncrl.checkpoint.resume import require_usable
 from asyncrl.config import Config
 from asyncrl.config_checks import length_problems
+from asyncrl.config_parallel import Heads, head_problems
 from asyncrl.data.prompts import load_prompts
 from asyncrl.data.sources import Row, Rows, open_source
 from asyncrl.data.templates import plain_text, prompt_key, prompt_messages
@@ -56,7 +57,7 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
     findings: list[UsageError] = []
     beside = [_Reader(config, files) for files in _other_models(config, folder)]
     lengths = [reader.require_lengths for reader in beside]
-    for require in (model.require_lengths, *lengths, reward_model.require_kind):
+    for require in (model.require_lengths, model.require_heads, *lengths, reward_model.require_kind):
         try:
             require()
         except ConfigError as error:
@@ -226,6 +227,16 @@ class _Model:
             return  # checked with the config
         self._files.require_causal()
         _Reader(self._config, self._files).require_lengths()
+
+    def require_heads(self) -> None:
+        """Raise ConfigError if they cannot be shared out over the ranks or workers that are asked for."""
+        shared = self._config.learner.shared > 1 or self._config.generators.workers > 1
+        if self._config.model.create is not None or not shared:
+            return  # checked with the config
+        heads = self._files.heads
+        problems = [] if heads is None else head_problems(self._config, Heads(self._files.path, *heads))
+        if problems:
+            raise ConfigError("\n".join(problems))
 
 
 class _Reader:

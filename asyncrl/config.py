@@ -533,12 +533,28 @@ class LearnerSection(EngineSection):
     GPU, bfloat16, and the package flash-attn) a micro-batch is a single row."""
     lora: LoraSection | None = None
     """Train low-rank adapters, the weights frozen; null: train the weights. Needs ``asyncrl[lora]``."""
+    sequence_parallel: PositiveInt = 1
+    """Ranks that share each sequence, a part of its tokens each (Ulysses): for sequences whose activations
+    one device cannot hold. Divides ``ranks`` and the model's heads."""
+    tensor_parallel: PositiveInt = 1
+    """Ranks that share each layer, a part of its heads and columns each (AutoTP): for layers that one device
+    cannot hold. Divides ``ranks`` and the model's heads."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: stay, or fall to 0 at ``run.steps``."""
     warmup_steps: NonNegativeInt = 0
     """Updates over which the learning rate rises linearly from lr / warmup_steps."""
     max_bad_steps: NonNegativeInt = 3
     """Non-finite updates in a row that are skipped before the run stops."""
+
+    @property
+    def shared(self) -> int:
+        """Ranks that train the same samples, a part of the work each."""
+        return self.sequence_parallel * self.tensor_parallel
+
+    @property
+    def replicas(self) -> int:
+        """Groups of ranks that train samples of their own."""
+        return self.ranks // self.shared
 
     @property
     def layout(self) -> Layout:

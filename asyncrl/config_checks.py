@@ -19,6 +19,7 @@ from asyncrl.algorithms.names import (
     loss_problem,
 )
 from asyncrl.config_lora import adapter_contradictions
+from asyncrl.config_parallel import parallel_contradictions
 from asyncrl.config_placement import placement_contradictions
 from asyncrl.generators.vllm_options import option_problems
 
@@ -164,6 +165,7 @@ def contradictions(config: Config) -> list[str]:
         *_rewards(config),
         *adapter_contradictions(config),
         *placement_contradictions(config),
+        *parallel_contradictions(config),
         *_other(config),
     ]
 
@@ -255,11 +257,14 @@ def _groups(config: Config) -> list[str]:
             f"rollout.group_size {rollout.group_size}, where all rewards of a group are equal and none would "
             "be trained; expected none, or a group_size of at least 2"
         )
-    ranks, parts = config.learner.ranks, algorithm.mini_batches
+    learner, parts = config.learner, algorithm.mini_batches
+    ranks, name = learner.replicas, "learner.ranks"
+    if learner.shared > 1:
+        name = "learner.ranks / (sequence_parallel * tensor_parallel)"
     if rollout.groups_per_step < ranks * parts:
-        needed = f"learner.ranks = {ranks}"
+        needed = f"{name} = {ranks}"
         if parts > 1:
-            needed = f"learner.ranks * algorithm.mini_batches = {ranks} * {parts} = {ranks * parts}"
+            needed = f"{name} * algorithm.mini_batches = {ranks} * {parts} = {ranks * parts}"
         problems.append(
             f"rollout.groups_per_step: found {rollout.groups_per_step}; expected at least {needed}, because "
             "whole groups go to each rank"

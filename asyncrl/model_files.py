@@ -87,6 +87,14 @@ class ModelFiles:
         return self._number(("vocab_size",))
 
     @property
+    def heads(self) -> tuple[int, int] | None:
+        """Of attention, and of its keys and values; None where config.json does not say."""
+        attention = self._number(("num_attention_heads", "n_head"))
+        if attention is None:
+            return None
+        return attention, self._number(("num_key_value_heads",)) or attention
+
+    @property
     def labels(self) -> int:
         """Of a classifier. The library writes their names, and leaves out the usual 2."""
         if self.settings.get("id2label"):

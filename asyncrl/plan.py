@@ -197,7 +197,10 @@ def placement_rows(config: Config) -> list[tuple[str, str]]:
                 f"{generators.slots} slots{shared}; reward workers beside it: {workers}",
             )
         )
-    adapter = "" if learner.lora is None else f"; LoRA of rank {learner.lora.rank} alone is trained"
+    more = "" if learner.lora is None else f"; LoRA of rank {learner.lora.rank} alone is trained"
+    if learner.shared > 1:
+        what = "sequence" if learner.sequence_parallel > 1 else "layer"
+        more += f"; {learner.shared} ranks share each {what}"
     beside = ""
     if config.placement.mode == "colocated":
         shared = "in the process" if generators.backend == "torch" else "in turns on the device"
@@ -207,7 +210,7 @@ def placement_rows(config: Config) -> list[tuple[str, str]]:
             (
                 f"learner {i}",
                 f"{learner.backend} ZeRO-{learner.zero_stage} on {learner.device}, "
-                f"{_cores(cores, learner.threads)}{adapter}{beside.format(i)}",
+                f"{_cores(cores, learner.threads)}{more}{beside.format(i)}",
             )
         )
     if config.algorithm.needs_reference and config.reference.place != "actors":

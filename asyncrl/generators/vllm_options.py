@@ -2,6 +2,7 @@
 
 Invariants:
 - A key that asyncrl sets itself is refused, never overridden in silence.
+- A way to share a model out that weights were never pushed into is refused.
 - Everything else passes through under vLLM's own name; vLLM judges it at the start.
 """
 
@@ -17,7 +18,6 @@ OWNED: Mapping[str, str] = {
     "trust_remote_code": "model.trust_remote_code",
     "seed": "run.seed",
     "max_num_seqs": "generators.slots",
-    "data_parallel_size": "generators.replicas",
     "logprobs_mode": "",
     "generation_config": "",
     "override_generation_config": "",
@@ -31,10 +31,21 @@ OWNED: Mapping[str, str] = {
 }
 """Arguments of vLLM that asyncrl sets, with the key to use instead; empty: nothing to choose."""
 
+NEVER_RUN: Mapping[str, str] = {
+    "pipeline_parallel_size": "use tensor_parallel_size, which divides every layer among the workers",
+    "prefill_context_parallel_size": "use tensor_parallel_size",
+    "decode_context_parallel_size": "use tensor_parallel_size",
+    "enable_expert_parallel": "leave it out: workers then divide each expert",
+    "enable_eplb": "leave it out",
+    "nnodes": "leave it out: a replica is on one node",
+}
+"""Ways of vLLM to share a model out that no push of weights was tried with, and what to do instead."""
+_DATA_PARALLEL = "data_parallel_"
+
 
 def worker_count(options: Mapping[str, Any]) -> int:
     """Processes that share one replica's model: each is a rank of the push group."""
-    return int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
+    return int(options.get("tensor_parallel_size", 1))
 
 
 def option_problems(options: Mapping[str, Any], longest: int) -> list[str]:
@@ -46,7 +57,19 @@ def option_problems(options: Mapping[str, Any], longest: int) -> list[str]:
     for name in sorted(set(options) & set(OWNED)):
         instead = f"set {OWNED[name]} instead" if OWNED[name] else "remove it"
         problems.append(f"generators.vllm.{name}: found it set, but asyncrl sets it itself: {instead}")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "max_model_len"):
+    for name, value in sorted(options.items()):
+        if name.startswith(_DATA_PARALLEL):
+            problems.append(
+                f"generators.vllm.{name}: found {value!r}; expected it left out: vLLM's data "
+                "parallelism was never run with pushes of weights; set generators.replicas: engines of "
+                "their own, to which weights are pushed together"
+            )
+        elif name in NEVER_RUN and (value is True or value not in (1, False)):  # True equals 1
+            problems.append(
+                f"generators.vllm.{name}: found {value!r}; expected it left out: weights were never "
+                f"pushed into a model that is divided that way; {NEVER_RUN[name]}"
+            )
+    for name in ("tensor_parallel_size", "max_model_len"):
         value = options.get(name, 1)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(f"generators.vllm.{name}: found {value!r}; expected a whole number from 1")

@@ -62,7 +62,8 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One rank's share of an update. Every rank has the same number of micro-batches.
+    """One rank's share of an update. Every rank has the same number of micro-batches; ranks that share each
+    sequence, or each layer, have the same ones.
 
     ``micro_batches`` index into ``samples``; an empty one is a dummy with zero weight.
     """
@@ -156,7 +157,8 @@ class LearnerRank(Protocol):
         Written to ``into``, a flat tensor of their size and dtype, if that lies where they do.
         ``everywhere``: this rank wants it too, whatever its number.
 
-        Collective for ZeRO-3 (one bucket gathered at a time); None on other ranks.
+        Collective for ZeRO-3 (one bucket gathered at a time), and where ranks divide layers (one tensor at a
+        time); None on other ranks.
         """
         ...
 
@@ -165,12 +167,13 @@ class LearnerRank(Protocol):
 
         Below ZeRO 3, the whole tensors on rank 0 and [] elsewhere. With ZeRO 3, parts of one size on
         every rank: put together in the order of the ranks they are the tensor and some padding. With
-        adapters they are copies, merged, and the call is collective for ZeRO-3.
+        adapters they are copies, merged, and the call is collective for ZeRO-3. Not where ranks divide
+        layers: none has whole tensors then, or runs of them.
         """
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full fp32 (or bf16) parameters by Hugging Face name; collective for ZeRO-3."""
+        """Full fp32 (or bf16) parameters by Hugging Face name; collective."""
         ...
 
     def share(self) -> SharedModel:

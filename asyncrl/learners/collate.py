@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from asyncrl.errors import InvariantError
 from asyncrl.learners.base import TrainSample
 from asyncrl.learners.layout import Layout, lay_out
 from asyncrl.types import token_lags
+
+if TYPE_CHECKING:
+    from asyncrl.learners.sequence import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class MicroBatch:
     proximal: Tensor | None = None  # (B, T) float32, log p; None where p is the policy as it is
     reference: Tensor | None = None  # (B, T) float32, log-probs of the reference; None without one
     position_ids: Tensor | None = None  # (R, L) int64; None where every row is one sample
+    part: Part | None = None  # where ranks share the rows, whose columns the inputs are
 
 
 def collate(

@@ -42,10 +42,12 @@ from asyncrl.learners.lora import LoraAdapter
 from asyncrl.learners.masking import check_staleness, mask_stale
 from asyncrl.learners.objective import Objective, Tally
 from asyncrl.learners.packed import require_exact_packing
-from asyncrl.learners.policy import load_policy, manifest_of, save_policy, selected_logits
+from asyncrl.learners.policy import load_policy, manifest_of, save_policy, select_at_head, selected_logits
 from asyncrl.learners.preferences import Preferences
+from asyncrl.learners.probe import Probe
 from asyncrl.learners.resident import ResidentReference
 from asyncrl.learners.schedule import learning_rate
+from asyncrl.learners.sequence import SequenceParallel
 from asyncrl.learners.weights import PolicyWeights
 from asyncrl.types import Float32Array
 from asyncrl.weight_sync.base import AdapterSpec, TensorSpec
@@ -105,9 +107,12 @@ class DeepSpeedLearner:
             world_size=world_size,
             master=master,
             deterministic=deterministic,
+            shared=learner.shared,
+            tensor_parallel=learner.tensor_parallel,
         )
         self._device = self._engine.device
         self._adapter: LoraAdapter | None = None
+        self._sequence: SequenceParallel | None = None
 
     def _set_algorithm(
         self, algorithm: AlgorithmSection, temperature: float, max_staleness: int, folder: Path
@@ -140,8 +145,13 @@ class DeepSpeedLearner:
             if self._push_adapters:
                 manifest, adapters = self._adapter.manifest, self._adapter.specs
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self._engine.build(model)
-        self._weights = PolicyWeights(self._engine, self._adapter, sharded=self._settings.zero_stage == 3)
+        self._build(model)
+        self._weights = PolicyWeights(
+            self._engine,
+            self._adapter,
+            sharded=self._settings.zero_stage == 3,
+            tensors=self._engine.tensors,
+        )
         reference = self._reference_section
         if reference.place == "learner" and self._needs_reference:
             self._resident = ResidentReference(self._engine, every=reference.refresh_every, ema=reference.ema)
@@ -155,6 +165,21 @@ class DeepSpeedLearner:
             trained,
         )
         return LearnerInfo(manifest=manifest, parameters=count, adapters=adapters)
+
+    def _build(self, model: Any) -> None:
+        """The engine over ``model``, whose work ranks may share; collective."""
+        settings = self._settings
+        probe = Probe(model) if settings.shared > 1 else None
+        self._engine.build(model)
+        if settings.sequence_parallel > 1:
+            self._sequence = SequenceParallel(self._engine.sharing)
+            self._sequence.install(model)
+        if settings.tensor_parallel > 1:
+            select_at_head(model)  # which may be another layer now
+        if probe is not None:
+            found = torch.from_numpy(self.score(probe.token_ids.tolist()))
+            key = "sequence_parallel" if settings.sequence_parallel > 1 else "tensor_parallel"
+            probe.require(found, f"learner.{key}", settings.shared, self._model_section.dtype)
 
     def step(self, share: RankStep) -> StepResult:
         start = time.perf_counter()
@@ -227,7 +252,8 @@ class DeepSpeedLearner:
             self._engine.backward(loss)
 
     def _collate(self, samples: Sequence[TrainSample], version: int) -> MicroBatch:
-        return collate(samples, version, self._device, self._settings.layout)
+        batch = collate(samples, version, self._device, self._settings.layout)
+        return batch if self._sequence is None else self._sequence.part_of(batch)
 
     def _logits(self, batch: MicroBatch) -> Tensor:
         """(N, V); collective."""
@@ -314,8 +340,11 @@ class DeepSpeedLearner:
     def score(self, token_ids: Sequence[int]) -> Float32Array:
         ids = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
         positions = torch.arange(len(ids) - 1, device=self._device)
-        logits = selected_logits(self._engine, ids[None, :-1], positions)
-        logprobs, _ = token_logprobs(logits, ids[1:], 1.0)
+        if self._sequence is None:
+            logits = selected_logits(self._engine, ids[None, :-1], positions)
+            logprobs, _ = token_logprobs(logits, ids[1:], 1.0)
+        else:
+            logprobs = self._sequence.logprobs(self._engine, ids)
         found: Float32Array = logprobs.float().cpu().numpy()
         return found
 

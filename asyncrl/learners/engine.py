@@ -1,14 +1,17 @@
 """One rank's training engine on DeepSpeed: its process, its ranks' meeting, its model and optimizer.
 
-Nothing else imports deepspeed. What it does unasked is undone here: it averages gradients over ranks, so
-losses are multiplied by the number of ranks; it counts accumulation steps, so it is told before each
-forward pass whether this is the last; and its float32 stage 0 checks no gradient.
+Nothing else imports deepspeed, but for the attention in ``sequence``. What it does unasked is undone
+here: it averages gradients over ranks, so losses are multiplied by the number of ranks; it counts
+accumulation steps, so it is told before each forward pass whether this is the last; and its float32
+stage 0 checks no gradient.
 
 Invariants:
 - Every rank gets the same calls in the same order. One engine a process.
 - An update whose gradient is not finite, on any rank, is skipped on every rank: parameters and optimizer
   state keep their bits.
 - The learning rate is that of the call; the engine holds no schedule.
+- Sums and maxima over the step count each sample once: they are taken over the replicas, one rank of each
+  of the groups of ``shared`` ranks that train the same samples.
 - Parameters, masters, moments and their number of updates are all of its state.
 """
 
@@ -32,6 +35,7 @@ from asyncrl.config import Dtype, EngineSection
 from asyncrl.errors import ConfigError
 from asyncrl.learners.optimizer_state import OptimizerState, StateCopy
 from asyncrl.learners.state_files import Part, SavedState, write_state
+from asyncrl.learners.tensor import TensorParallel, whole_tensors
 
 _LARGEST_BUCKET = 500_000_000
 """DeepSpeed's own default for reduce and all-gather buckets, in elements."""
@@ -42,8 +46,9 @@ class TrainingEngine:
     """A model that is trained by its ranks together: ``prepare``, then ``build``, then the rest.
 
     ``section`` is the settings' name in the config, for messages. ``master`` is host and port where the
-    ranks meet; rank 0 listens there, on that address alone. Raises ConfigError for a device that is not
-    there.
+    ranks meet; rank 0 listens there, on that address alone. ``shared``: ranks that follow each other in
+    number and train the same samples, a part of the work each; with ``tensor_parallel``, those divide the
+    layers. Raises ConfigError for a device that is not there.
     """
 
     def __init__(
@@ -56,6 +61,8 @@ class TrainingEngine:
         world_size: int,
         master: tuple[str, int],
         deterministic: bool = False,
+        shared: int = 1,
+        tensor_parallel: int = 1,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -64,6 +71,13 @@ class TrainingEngine:
         self._dtype = dtype
         self._master = master
         self._deterministic = deterministic
+        self._shared = shared
+        self._tensor_parallel = tensor_parallel
+        self.tensors: TensorParallel | None = None
+        """Which part of the parameters this rank has, where ranks divide them."""
+        self.sharing: Any = None
+        """The process group of the ranks with the same samples, once the ranks have met; None for one."""
+        self._replicas: Any = None  # of the ranks with the same place in theirs; None for all ranks
         self.device = torch.device(self._pick_device())
         self._engine: Any = None
         self._is_offloaded = False
@@ -78,17 +92,33 @@ class TrainingEngine:
             torch.use_deterministic_algorithms(True, warn_only=True)
 
     def build(self, model: nn.Module) -> None:
-        """Meet the other ranks, and take the model over; collective. What needs no gradient is frozen."""
+        """Meet the other ranks, and take the model over; collective. What needs no gradient is frozen.
+
+        Raises ConfigError for layers that cannot be divided among ranks.
+        """
         import deepspeed
 
         self._join_ranks()
+        whole = whole_tensors(model) if self._tensor_parallel > 1 else {}
         trained = [p for p in model.parameters() if p.requires_grad]
         config = self._engine_config(sum(p.numel() for p in trained))
         self._engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+        if whole:
+            self.tensors = TensorParallel(self.module, whole, self.sharing)
         self._state = OptimizerState(
-            self.module, self.optimizer, rank=self.rank, ranks=self.world_size, gathered=self._rewritten
+            self.module,
+            self.optimizer,
+            rank=self.rank,
+            ranks=self.world_size,
+            gathered=self._rewritten,
+            tensors=self.tensors,
         )
         self._copy = StateCopy(self._state)
+
+    @property
+    def replicas(self) -> int:
+        """How many groups of ranks train samples of their own."""
+        return self.world_size // self._shared
 
     @property
     def module(self) -> Any:
@@ -110,7 +140,7 @@ class TrainingEngine:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of one micro-batch: this rank's share of the update's loss, a scalar."""
-        self._engine.backward(loss * self.world_size)
+        self._engine.backward(loss * (self.world_size // self._tensor_parallel))
 
     def update(self, lr: float) -> tuple[float, bool]:
         """Apply the gradient; its norm before clipping, and whether it was skipped; collective."""
@@ -224,25 +254,25 @@ class TrainingEngine:
             yield
 
     def all_sum(self, values: Tensor) -> None:
-        """Sum over the ranks, in place; collective."""
-        if self.world_size > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.SUM)
+        """Sum over the replicas, in place; collective."""
+        if self.replicas > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self._replicas)
 
     def all_max(self, values: Tensor) -> None:
-        """Maximum over the ranks, in place; collective."""
-        if self.world_size > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        """Maximum over the replicas, in place; collective."""
+        if self.replicas > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._replicas)
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """The values of all ranks, (N,) each, any N: one tensor, padded with infinity; collective."""
-        if self.world_size == 1:
+        """The values of all replicas, (N,) each, any N: one tensor, padded with infinity; collective."""
+        if self.replicas == 1:
             return values
         longest = torch.tensor(len(values), device=self.device)
         self.all_max(longest)
         padded = values.new_full((int(longest),), torch.inf)
         padded[: len(values)] = values
-        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(parts, padded)
+        parts = [torch.empty_like(padded) for _ in range(self.replicas)]
+        dist.all_gather(parts, padded, group=self._replicas)
         return torch.cat(parts)
 
     def close(self) -> None:
@@ -256,7 +286,7 @@ class TrainingEngine:
     @property
     def _clips_itself(self) -> bool:
         """Without ZeRO and in float32, DeepSpeed wraps the optimizer in nothing that checks it."""
-        return self._settings.zero_stage == 0 and self._dtype == "float32"
+        return self._settings.zero_stage == 0 and self._dtype == "float32" and self._tensor_parallel == 1
 
     def _pick_device(self) -> str:
         wanted = self._settings.device
@@ -301,6 +331,20 @@ class TrainingEngine:
         # training never calls.
         deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+        if self._shared > 1:
+            self._meet_neighbours(step_timeout)
+
+    def _meet_neighbours(self, timeout: timedelta) -> None:
+        """Every rank makes every group, as torch wants it, and keeps those that it is in."""
+        ranks = range(self.world_size)
+        for first in ranks[:: self._shared]:
+            members = ranks[first : first + self._shared]
+            group = dist.new_group(list(members), timeout=timeout)
+            self.sharing = group if self.rank in members else self.sharing
+        for first in ranks[: self._shared]:
+            members = ranks[first :: self._shared]
+            group = dist.new_group(list(members), timeout=timeout)
+            self._replicas = group if self.rank in members else self._replicas
 
     def _engine_config(self, parameters: int) -> dict[str, Any]:
         settings = self._settings
@@ -335,5 +379,13 @@ class TrainingEngine:
             config["bf16"] = {"enabled": True}
             # Micro-batches add up in float32, which DeepSpeed offers from stage 1 on.
             config["data_types"] = {"grad_accum_dtype": "fp32"}
+            config["zero_optimization"]["stage"] = max(settings.zero_stage, 1)
+        if self._tensor_parallel > 1:
+            # Logits stay whole: a loss needs the whole distribution of a token.
+            config["tensor_parallel"] = {
+                "autotp_size": self._tensor_parallel,
+                "vocab_parallel_lm_head": False,
+            }
+            # Without ZeRO, DeepSpeed's norm of a gradient lacks what the other ranks have of it.
             config["zero_optimization"]["stage"] = max(settings.zero_stage, 1)
         return config

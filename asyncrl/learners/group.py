@@ -76,7 +76,7 @@ class LearnerActor:
             plan_buckets(info.manifest, sync.bucket_bytes),
             rank=self._rank,
             ranks=settings.ranks,
-            sharded=settings.zero_stage == 3,
+            sharded=settings.zero_stage == 3 or settings.tensor_parallel > 1,
             overlap=sync.overlap,
         )
         self._started(self._learner)
@@ -185,18 +185,19 @@ class RayLearner:
 
     async def step(self, batch: Batch) -> StepResult:
         self._check_staleness(batch)
+        settings = self._config.learner
         plans = plan_step(
             batch,
-            len(self._ranks),
-            self._config.learner.micro_batch_tokens,
+            settings.replicas,
+            settings.micro_batch_tokens,
             self._config.algorithm.mini_batches,
-            self._config.learner.layout,
+            settings.layout,
         )
-        arguments = []
+        arguments: list[Sequence[Any]] = []
         for plan in plans:
             groups, payloads = sent_groups([batch.items[i] for i in plan.items])
             # As arguments of their own, so that Ray resolves them in the rank's process.
-            arguments.append((batch.version, batch.kl_coef, plan, groups, *payloads))
+            arguments += [(batch.version, batch.kl_coef, plan, groups, *payloads)] * settings.shared
         results: list[StepResult] = await self._ranks.each("step", arguments)
         offset = unix_offset()
         spans = (span for result in results for span in result.ranks)

@@ -66,7 +66,7 @@ class Objective:
     @torch.no_grad()
     def logprobs(self, logits: Tensor, batch: MicroBatch) -> Tensor:
         """log pi of a micro-batch, 0 outside the mask: (N, V) -> (B, T)."""
-        flat, _ = token_logprobs(logits, batch.targets, self._temperature)  # (N,)
+        flat, _ = self._tokens(logits, batch)  # (N,)
         return flat.new_zeros(batch.mask.shape).masked_scatter(batch.mask, flat)
 
     @property
@@ -77,7 +77,7 @@ class Objective:
     @torch.no_grad()
     def preview(self, logits: Tensor, batch: MicroBatch) -> Tensor:
         """What such a loss has to know of a micro-batch: (log pi/b)^2 of its tokens, (N,)."""
-        flat, _ = token_logprobs(logits, batch.targets, self._temperature)  # (N,)
+        flat, _ = self._tokens(logits, batch)  # (N,)
         behaviour = batch.behaviour[batch.mask].to(flat.dtype)
         return log_ratio(flat, behaviour, torch.ones_like(flat, dtype=torch.bool)).square()
 
@@ -99,9 +99,7 @@ class Objective:
 
         ``kl_coef`` is the factor of the KL to the reference, where that is in the loss.
         """
-        flat, entropy = token_logprobs(
-            logits, batch.targets, self._temperature, entropy_gradient=self._entropy_coef > 0
-        )  # (N,), (N,)
+        flat, entropy = self._tokens(logits, batch, entropy_gradient=self._entropy_coef > 0)  # (N,), (N,)
         mask = batch.mask
         logprobs = flat.new_zeros(mask.shape).masked_scatter(mask, flat)  # (B, T)
         own = logprobs.detach()
@@ -154,6 +152,21 @@ class Objective:
             tally.maximum(weight=weights.max(), fresh_difference=difference.max())
         # 0 times a finite loss adds nothing; 0 times another is NaN, and so is every gradient then.
         return loss + flat.sum() * (loss.detach() * 0.0)
+
+    def _tokens(
+        self, logits: Tensor, batch: MicroBatch, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of each trained token: (N, V) -> (N,), (N,).
+
+        Where ranks share the rows, ``logits`` are those of this rank's tokens, and the call is collective.
+        """
+        targets = batch.targets if batch.part is None else batch.targets[batch.part.owned]
+        logprobs, entropy = token_logprobs(
+            logits, targets, self._temperature, entropy_gradient=entropy_gradient
+        )
+        if batch.part is None:
+            return logprobs, entropy
+        return batch.part.whole(logprobs), batch.part.whole(entropy)
 
     def _proximal(self, start: Tensor, own: Tensor, behaviour: Tensor, ages: Tensor) -> Tensor:
         """log p, (B, T)."""

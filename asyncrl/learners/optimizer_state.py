@@ -5,7 +5,8 @@ bfloat16), one a group of whole parameters' parts (stage 3), or none, so that th
 (stage 0 in float32). A ``Fragment`` says of one parameter which part of it this rank has, and where.
 
 Invariants:
-- Over all ranks, the fragments of ``owned`` are each value of each trained parameter exactly once.
+- Over all ranks, the fragments of ``owned`` are each value of each trained parameter exactly once: of a
+  parameter that ranks divide, each has its slab; what they all have alike is the first one's.
 - Masters, moments and the number of updates are all that an optimizer of the learner's keeps: with these
   set, the next update is the one that would have come.
 - Nothing here imports deepspeed: it reads attributes that its optimizers put on parameters.
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncrl.learners.state_files import MOMENTS, Kind, Part, SavedState
+from asyncrl.learners.state_files import MOMENTS, Kind, Part, SavedState, Slab
+from asyncrl.learners.tensor import TensorParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,14 @@ class Fragment:
     shape: tuple[int, ...]
     """Of the whole parameter."""
     start: int
-    """Where the part begins in the flattened parameter."""
+    """Where the part begins in the flattened parameter, or slab."""
     numel: int
     owner: Tensor
     """The tensor that the optimizer knows, of which the masters are a part."""
     offset: int
     """Where the part begins in the flattened owner."""
+    slab: Slab | None = None
+    """What this rank has of a parameter that ranks divide."""
 
     def values(self, kind: Kind, state: Mapping[Tensor, Mapping[str, Tensor]]) -> Tensor:
         """A view, (numel,) float32, of the part's masters or moments."""
@@ -47,14 +51,15 @@ class Fragment:
     def part(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> Part:
         """What a file says of it."""
         updates = int(state[self.owner]["step"]) if state.get(self.owner) else 0
-        return Part(self.name, self.shape, self.start, self.numel, updates)
+        return Part(self.name, self.shape, self.start, self.numel, updates, self.slab)
 
 
 class OptimizerState:
     """The state behind ``module``'s trained parameters.
 
     ``optimizer`` is DeepSpeed's, or the plain one where it wraps none. ``gathered`` makes parameters whole,
-    as the engine's does; what rank 0 writes to them inside is everyone's when the block ends.
+    as the engine's does; what rank 0 writes to them inside is everyone's when the block ends. ``tensors``
+    says which parameters ranks divide, where they do.
     """
 
     def __init__(
@@ -65,8 +70,10 @@ class OptimizerState:
         rank: int,
         ranks: int,
         gathered: Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]],
+        tensors: TensorParallel | None = None,
     ) -> None:
         self._rank = rank
+        self._tensors = tensors
         self._ranks = ranks
         self._gathered = gathered
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -78,6 +85,8 @@ class OptimizerState:
     @property
     def owned(self) -> list[Fragment]:
         """What this rank has to write: where all have everything, each its share."""
+        if self._tensors is not None and self._tensors.index > 0:
+            return [fragment for fragment in self._fragments if fragment.slab is not None]
         return self._fragments[self._rank :: self._ranks] if self._replicated else self._fragments
 
     @property
@@ -89,9 +98,9 @@ class OptimizerState:
     @torch.no_grad()
     def load(self, saved: SavedState) -> None:
         """Take over what was saved; collective. Raises CheckpointError where it is of another model."""
-        saved.require({name: _shape(p) for name, p in self._parameters.items()})
+        saved.require({name: self._shape(name) for name in self._parameters})
         for fragment in self._fragments:
-            source = fragment.start, fragment.numel
+            source = fragment.start, fragment.numel, fragment.slab
             fragment.values("weight", {}).copy_(saved.read("weight", fragment.name, *source))
             updates = saved.parameters[fragment.name].updates
             if not updates:
@@ -102,7 +111,8 @@ class OptimizerState:
         for name, parameter in self._parameters.items():
             with self._gathered([parameter]):
                 if not hasattr(parameter, "ds_id") or self._rank == 0:
-                    parameter.copy_(saved.read("weight", name).view(_shape(parameter)))
+                    values = saved.read("weight", name, slab=self._slab(name))
+                    parameter.copy_(values.view(_local_shape(parameter)))
 
     def _state_of(self, owner: Tensor, updates: int) -> dict[str, Tensor]:
         """The optimizer's state of one tensor, which is empty before its first update."""
@@ -121,7 +131,7 @@ class OptimizerState:
                 found = self._of_partition(name, parameter)
             else:
                 self._replicated = True
-                found = Fragment(name, _shape(parameter), 0, parameter.numel(), parameter, 0)
+                found = Fragment(name, self._shape(name), 0, parameter.numel(), parameter, 0)
             if found is not None:
                 yield found
 
@@ -132,7 +142,7 @@ class OptimizerState:
             return None  # all of it is with other ranks
         owner = self._inner.param_groups[mapping.param_group_index]["params"][0]
         lp, hp = mapping.lp_fragment_address, mapping.hp_fragment_address
-        return Fragment(name, _shape(parameter), lp.start, hp.numel, owner, hp.start)
+        return Fragment(name, self._shape(name), lp.start, hp.numel, owner, hp.start, slab=self._slab(name))
 
     def _of_shard(self, name: str, parameter: Any) -> Fragment | None:
         """ZeRO 3: parts of one size on all ranks, with padding at the end of the last."""
@@ -143,10 +153,19 @@ class OptimizerState:
         if numel <= 0:
             return None  # padding alone
         owner = zero.fp32_partitioned_groups_flat[group]
-        return Fragment(name, _shape(parameter), start, numel, owner, offset)
+        return Fragment(name, self._shape(name), start, numel, owner, offset)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        if self._tensors is not None and name in self._tensors.slabs:
+            return self._tensors.shapes[name]
+        return _local_shape(self._parameters[name])
+
+    def _slab(self, name: str) -> Slab | None:
+        return None if self._tensors is None else self._tensors.slabs.get(name)
 
 
-def _shape(parameter: Any) -> tuple[int, ...]:
+def _local_shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

@@ -55,11 +55,17 @@ def prepare_policy(model: Any, *, checkpointing: bool = False) -> nn.Module:
     switch_dropout_off(module)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    select_at_head(model)
+    return module
+
+
+def select_at_head(model: Any) -> None:
+    """Have the output embedding compute ``selected_logits`` alone: once, and one that replaced it."""
     head = model.get_output_embeddings()
     if head is None:
         raise ConfigError(f"model {type(model).__name__} has no output embedding: it is not a causal LM")
-    head.register_forward_pre_hook(_select)
-    return module
+    if _select not in head._forward_pre_hooks.values():
+        head.register_forward_pre_hook(_select)
 
 
 def save_policy(

@@ -5,7 +5,7 @@ Each rank writes ``rank-00000-of-00002.safetensors`` with its fragments, flat an
 name that says which part of which parameter each is, and how many optimizer updates that has seen.
 
 Invariants:
-- What is read does not depend on how many ranks wrote it, nor on their ZeRO stage.
+- What is read does not depend on how many ranks wrote it, nor on their ZeRO stage or tensor parallelism.
 - Plain safetensors, which any reader of that format opens; no pickle.
 - A parameter of which a part is missing, or there twice, is a CheckpointError.
 """
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from safetensors import safe_open
@@ -33,6 +33,19 @@ _FORMAT_VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
+class Slab:
+    """What one of several ranks has of a tensor that they divide: ``first`` to ``last`` of a dimension."""
+
+    dim: int
+    first: int
+    last: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The slab, a view."""
+        return whole.narrow(self.dim, self.first, self.last - self.first)
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """Which part of a parameter a rank has."""
 
@@ -40,10 +53,12 @@ class Part:
     shape: tuple[int, ...]
     """Of the whole parameter."""
     start: int
-    """Where the part begins in the flattened parameter."""
+    """Where the part begins in the flattened parameter, or in its flattened slab."""
     numel: int
     updates: int
     """Optimizer updates that the parameter has seen; 0: it has no moments."""
+    slab: Slab | None = None
+    """Of the ranks that divide the parameter, what this one has; None: it is not divided."""
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -107,16 +122,38 @@ class SavedState:
             self._parts.setdefault(part.name, []).append((stem, part))
         self.parameters = {name: self._whole(name, parts) for name, parts in self._parts.items()}
 
-    def read(self, kind: Kind, name: str, start: int = 0, numel: int | None = None) -> Tensor:
-        """Values ``start`` to ``start + numel`` of the flattened parameter, (numel,) float32 on the CPU."""
+    def read(
+        self, kind: Kind, name: str, start: int = 0, numel: int | None = None, slab: Slab | None = None
+    ) -> Tensor:
+        """Values ``start`` to ``start + numel`` of the flattened parameter, or of a slab of it: (numel,)
+        float32 on the CPU."""
+        parts = self._parts[name]
+        if slab is not None or parts[0][1].slab is not None:
+            values = self._divided(kind, name)
+            values = (values if slab is None else slab.of(values)).flatten()
+            return values[start : None if numel is None else start + numel]
         end = self.parameters[name].numel if numel is None else start + numel
+        return self._run(kind, parts, start, end)
+
+    def _divided(self, kind: Kind, name: str) -> Tensor:
+        """A whole parameter in its shape, from the slabs that it was written in, or from one piece."""
+        saved, parts = self.parameters[name], self._parts[name]
+        whole = torch.empty(saved.shape, dtype=torch.float32)
+        for slab in {part.slab for _, part in parts}:
+            target = whole if slab is None else slab.of(whole)
+            own = [(stem, part) for stem, part in parts if part.slab == slab]
+            target.copy_(self._run(kind, own, 0, target.numel()).view(target.shape))
+        return whole
+
+    def _run(self, kind: Kind, parts: Sequence[tuple[str, Part]], start: int, end: int) -> Tensor:
+        """Values ``start`` to ``end`` of what the parts are flattened pieces of."""
         result = torch.empty(end - start, dtype=torch.float32)
-        for stem, part in self._parts[name]:
+        for stem, part in parts:
             first, last = max(start, part.start), min(end, part.start + part.numel)
             if first >= last:
                 continue
             with safe_open(self._folder / f"{stem}.safetensors", framework="pt") as file:
-                values = file.get_slice(f"{kind}/{name}")[first - part.start : last - part.start]
+                values = file.get_slice(f"{kind}/{part.name}")[first - part.start : last - part.start]
             result[first - start : last - start] = values
         return result
 
@@ -136,12 +173,8 @@ class SavedState:
     def _whole(self, name: str, parts: list[tuple[str, Part]]) -> SavedParameter:
         shapes = {part.shape for _, part in parts}
         updates = {part.updates for _, part in parts}
-        lengths = sorted((part.start, part.numel) for _, part in parts)
-        ends = accumulate((numel for _, numel in lengths), initial=0)
-        in_a_row = all(start == end for (start, _), end in zip(lengths, ends, strict=False))
         shape = parts[0][1].shape
-        whole = in_a_row and sum(numel for _, numel in lengths) == prod(shape)
-        if len(shapes) > 1 or len(updates) > 1 or not whole:
+        if len(shapes) > 1 or len(updates) > 1 or not _cover(shape, [part for _, part in parts]):
             raise CheckpointError(
                 f"{self._folder}: the parts of {name} do not add up: found "
                 f"{[(part.start, part.numel, part.updates) for _, part in parts]} (start, length, updates) "
@@ -150,13 +183,45 @@ class SavedState:
         return SavedParameter(name, shape, updates.pop())
 
 
+def _cover(shape: tuple[int, ...], parts: Sequence[Part]) -> bool:
+    """Whether the parts are each value of a parameter once: slabs in a row, and runs in a row in each."""
+    slabs = {part.slab for part in parts}
+    if None in slabs:
+        return len(slabs) == 1 and _in_a_row([(p.start, p.numel) for p in parts], prod(shape))
+    divided = [slab for slab in slabs if slab is not None]
+    dim = divided[0].dim
+    if any(slab.dim != dim for slab in divided) or not 0 <= dim < len(shape):
+        return False
+    if not _in_a_row([(slab.first, slab.last - slab.first) for slab in divided], shape[dim]):
+        return False
+    each = prod(shape) // shape[dim]  # values of one place along the dimension
+    return all(
+        _in_a_row([(p.start, p.numel) for p in parts if p.slab == slab], each * (slab.last - slab.first))
+        for slab in divided
+    )
+
+
+def _in_a_row(runs: Sequence[tuple[int, int]], total: int) -> bool:
+    """Whether runs, (start, length) each, are 0 to ``total`` without a gap and without an overlap."""
+    ends = accumulate((length for _, length in sorted(runs)), initial=0)
+    in_a_row = all(start == end for (start, _), end in zip(sorted(runs), ends, strict=False))
+    return in_a_row and sum(length for _, length in runs) == total
+
+
+def _part(entry: dict[str, Any]) -> Part:
+    """From JSON; files of runs before tensor parallelism name no slab."""
+    slab = entry.get("slab")
+    shape = tuple(entry["shape"])
+    return Part(**{**entry, "shape": shape, "slab": None if slab is None else Slab(**slab)})
+
+
 def _indices(folder: Path) -> Iterator[tuple[str, Part]]:
     files = sorted(folder.glob("rank-*.json"))
     for path in files:
         try:
             document = json.loads(path.read_bytes())
             version, ranks = document["format_version"], document["ranks"]
-            parts = [Part(**{**part, "shape": tuple(part["shape"])}) for part in document["parts"]]
+            parts = [_part(entry) for entry in document["parts"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         if version != _FORMAT_VERSION:

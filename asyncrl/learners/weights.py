@@ -4,7 +4,8 @@ Invariants:
 - Every way out gives the same tensors, under the base model's names, and in its shapes and dtypes.
 - Those of the adapters alone leave as they are, under names of their own.
 - An adapter is merged into what leaves, one tensor at a time; the parameters themselves are only read.
-- Every rank gets the same calls in the same order: with ZeRO 3, all are collective.
+- Every rank gets the same calls in the same order: with ZeRO 3, or layers that ranks divide, all are
+  collective.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.learners.lora import LoraAdapter
+from asyncrl.learners.tensor import TensorParallel
 from asyncrl.weight_sync.base import TensorSpec
 
 
@@ -34,10 +36,22 @@ class WeightHolder(Protocol):
 
 
 class PolicyWeights:
-    """The weights of ``engine``'s model. ``sharded``: each rank holds a part of every tensor (ZeRO 3)."""
+    """The weights of ``engine``'s model.
 
-    def __init__(self, engine: WeightHolder, adapter: LoraAdapter | None, *, sharded: bool) -> None:
+    ``sharded``: each rank holds a part of every tensor (ZeRO 3). ``tensors``: which parts, where ranks divide
+    layers among them; not both, and no adapter then.
+    """
+
+    def __init__(
+        self,
+        engine: WeightHolder,
+        adapter: LoraAdapter | None,
+        *,
+        sharded: bool,
+        tensors: TensorParallel | None = None,
+    ) -> None:
         self._engine = engine
+        self._tensors = tensors
         self._adapter = adapter
         self._sharded = sharded
         self._pairs = {} if adapter is None else adapter.pairs
@@ -63,6 +77,10 @@ class PolicyWeights:
         The copy is ``into`` where that lies on their device.
         """
         wanted = everywhere or self._engine.rank == 0
+        if self._tensors is not None and not wanted and self._engine.rank < self._tensors.size:
+            for spec in bucket:
+                self._whole(spec.name, self._parameters[spec.name].dtype)
+            return None
         if not self._sharded and not wanted:
             return None
         dtype = getattr(torch, bucket[0].dtype)
@@ -102,8 +120,10 @@ class PolicyWeights:
         return [self._parameters[name], *(pair.parameters if pair is not None else ())]
 
     def _whole(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A whole tensor; its sources are gathered."""
+        """A whole tensor; its sources are gathered. Collective where ranks divide layers."""
         weight, pair = self._parameters[name].detach(), self._pairs.get(name)
+        if self._tensors is not None:
+            weight = self._tensors.whole(name, weight)
         return weight if pair is None else pair.merge(weight, dtype)
 
     def _part(self, name: str) -> Tensor:

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,16 @@ class Rank:
     lr: float = 1e-3
     dtype: str = "float32"
     packing: bool = False
+    sequence_parallel: int = 1
+    tensor_parallel: int = 1
+    checkpointing: bool = False
     reference: ReferenceSection = field(default_factory=ReferenceSection)
     learns: AlgorithmSection = field(default_factory=AlgorithmSection)
+
+    @property
+    def shared(self) -> int:
+        """Ranks with the same samples."""
+        return self.sequence_parallel * self.tensor_parallel
 
 
 @contextmanager
@@ -69,6 +77,9 @@ def learner(at: Rank) -> Iterator[tuple[DeepSpeedLearner, Manifest]]:
             warmup_steps=3,
             max_grad_norm=0.05,
             packing=at.packing,
+            sequence_parallel=at.sequence_parallel,
+            tensor_parallel=at.tensor_parallel,
+            gradient_checkpointing=at.checkpointing,
         ),
         algorithm=at.learns,
         reference=at.reference,
@@ -93,7 +104,10 @@ def share_of(
 ) -> RankStep:
     batch = record_batch(version, groups=groups)
     layout: Layout = "packed" if at.packing else "padded"
-    return shares(batch, version, at.ranks, micro_batch_tokens, advantage, layout=layout)[at.rank]
+    replicas = at.ranks // at.shared
+    return shares(batch, version, replicas, micro_batch_tokens, advantage, layout=layout)[
+        at.rank // at.shared
+    ]
 
 
 def gradients(at: Rank, splits: list[tuple[int, int]]) -> list[tuple[list[int], Arrays]]:
@@ -103,12 +117,32 @@ def gradients(at: Rank, splits: list[tuple[int, int]]) -> list[tuple[list[int], 
         for groups, micro_batch_tokens in splits:
             share = share_of(at, 2, groups, micro_batch_tokens)
             rank.accumulate(share)
-            parameters = dict(rank._engine.module.named_parameters())
-            full = {spec.name: deepspeed.utils.safe_get_full_grad(parameters[spec.name]) for spec in manifest}
-            found.append(([len(rows) for rows in share.micro_batches], to_arrays(full)))
+            found.append(([len(rows) for rows in share.micro_batches], full_gradient(rank, manifest)))
             # Takes the gradient away; a learning rate of 0 leaves the weights as they are.
             rank._engine.update(0.0)
     return found
+
+
+def full_gradient(rank: DeepSpeedLearner, manifest: Manifest) -> Arrays:
+    """The gradient of the step, whole, whoever has which part of it."""
+    parameters = dict(rank._engine.module.named_parameters())
+    full = {}
+    for spec in manifest:
+        gradient = deepspeed.utils.safe_get_full_grad(parameters[spec.name])
+        tensors = rank._engine.tensors
+        full[spec.name] = gradient if tensors is None else tensors.whole(spec.name, gradient)
+    return to_arrays(full)
+
+
+def lone_gradient(at: Rank, advantage: float) -> tuple[int, Arrays]:
+    """Of a step that has one sample in all: this rank's samples, and the full gradient."""
+    groups = record_batch(2, groups=1, group_size=1)
+    share = shares(groups, 2, at.ranks, 80)[at.rank]
+    # By itself it has nothing that its advantage could be taken against.
+    share = replace(share, samples=tuple(replace(s, advantage=advantage) for s in share.samples))
+    with learner(replace(at, lr=1e-30)) as (rank, manifest):
+        rank.accumulate(share)
+        return len(share.samples), full_gradient(rank, manifest)
 
 
 @dataclass(frozen=True)
@@ -237,7 +271,9 @@ def skip(at: Rank, kinds: list[str]) -> dict[str, Any]:
         digests, results = [state_digest(rank)], []
         for kind in kinds:
             share = share_of(at, 1)
-            results.append(rank.step(spoil(share, kind) if at.rank == at.ranks - 1 else share))
+            # All that have the same samples have the bad one too.
+            is_last = at.rank // at.shared == at.ranks // at.shared - 1
+            results.append(rank.step(spoil(share, kind) if is_last else share))
             digests.append(state_digest(rank))
         assert not rank.step(share_of(at, 1)).skipped
         return {"digests": [*digests, state_digest(rank)], "results": results}
@@ -280,12 +316,10 @@ def run_ranks(job: Callable[..., Any], folder: Path, *, stage: int, ranks: int, 
     context.set_forkserver_preload([__name__])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    fields = {
-        key: options.pop(key) for key in ("lr", "dtype", "packing", "reference", "learns") if key in options
-    }
+    settings = {f.name: options.pop(f.name) for f in fields(Rank) if f.name in options}
     with ProcessPoolExecutor(ranks, mp_context=context) as pool:
         futures = [
-            pool.submit(job, Rank(folder, stage, rank, ranks, port, **fields), **options)
+            pool.submit(job, Rank(folder, stage, rank, ranks, port, **settings), **options)
             for rank in range(ranks)
         ]
         return [future.result(timeout=DEADLINE_S) for future in futures]

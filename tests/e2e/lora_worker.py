@@ -35,6 +35,7 @@ def adapted(at: Rank) -> Iterator[tuple[DeepSpeedLearner, LoraAdapter, Manifest]
             device="cpu",
             lora=LORA,
             packing=at.packing,
+            sequence_parallel=at.sequence_parallel,
             gradient_checkpointing=at.stage == 1,
         ),
         algorithm=AlgorithmSection(kl="loss"),

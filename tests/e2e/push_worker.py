@@ -71,7 +71,8 @@ class Pushes:
 
 def make_sender(at: Rank, rank: DeepSpeedLearner, manifest: Manifest, *, overlap: bool) -> PushSender:
     buckets = plan_buckets(manifest, BUCKET_BYTES)
-    return PushSender(rank, buckets, rank=at.rank, ranks=at.ranks, sharded=at.stage == 3, overlap=overlap)
+    sharded = at.stage == 3 or at.tensor_parallel > 1
+    return PushSender(rank, buckets, rank=at.rank, ranks=at.ranks, sharded=sharded, overlap=overlap)
 
 
 def push_beside_updates(at: Rank, updates: int) -> dict[str, Any]:

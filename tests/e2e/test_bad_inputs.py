@@ -150,6 +150,26 @@ BAD_INPUTS = [
         ("learner.zero_stage: found 3", "at most 2"),
         ("placement.mode=colocated", "schedule.pipeline_depth=0", "learner.zero_stage=3"),
     ),
+    BadInput(
+        "heads that learner ranks cannot share",
+        ("learner.tensor_parallel: found 2", "the 3 attention heads"),
+        ("learner.ranks=2", "learner.tensor_parallel=2", "model.create.heads=3", "model.create.kv_heads=3"),
+    ),
+    BadInput(
+        "heads that vLLM's workers cannot share",
+        ("tensor_parallel_size: found 2", "the 3 attention heads"),
+        (
+            "generators.backend=vllm",
+            "generators.vllm.tensor_parallel_size=2",
+            "model.create.heads=3",
+            "model.create.kv_heads=3",
+        ),
+    ),
+    BadInput(
+        "a way to divide a model that vLLM was never run with",
+        ("pipeline_parallel_size: found 2", "tensor_parallel_size"),
+        ("generators.backend=vllm", "generators.vllm.pipeline_parallel_size=2"),
+    ),
     BadInput("a core that is not there", ("generators.cpu_cores", "7777"), ("generators.cpu_cores=[7777]",)),
 ]
 

@@ -103,6 +103,17 @@ def test_gradients_of_the_adapters_are_those_of_plain_autograd(
             np.testing.assert_allclose(rank["gradients"][name], expected, rtol=0, atol=1e-6, err_msg=name)
 
 
+def test_adapters_are_trained_by_ranks_that_share_sequences(folder: Path) -> None:
+    ranks = run_ranks(
+        train_adapter, folder, stage=0, ranks=2, sequence_parallel=2, lr=1e-2, versions=VERSIONS
+    )
+    reference = by_autograd(folder, exported(folder, (0, 2, "float32")) / "adapter")
+    for rank in ranks:
+        assert rank["gradients"].keys() == reference.keys()
+        for name, expected in reference.items():
+            np.testing.assert_allclose(rank["gradients"][name], expected, rtol=0, atol=1e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_the_base_keeps_its_bits_and_the_adapters_alone_have_optimizer_state(
     folder: Path, runs: dict[tuple[int, int, str], list[dict[str, Any]]], key: tuple[int, int, str]

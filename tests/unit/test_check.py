@@ -108,6 +108,43 @@ def test_models_that_do_not_fit(folder: Path, settings: dict[str, Any], text: st
         validate(loaded(folder, path), folder)
 
 
+@pytest.mark.parametrize(
+    ("settings", "overrides", "text"),
+    [
+        (
+            {"num_attention_heads": 9, "num_key_value_heads": 3},
+            ("learner.ranks=2", "learner.sequence_parallel=2"),
+            "learner.sequence_parallel: found 2; expected a divisor of the 9 attention heads",
+        ),
+        (
+            {"text_config": {"num_attention_heads": 8, "num_key_value_heads": 1}},
+            ("learner.ranks=2", "learner.tensor_parallel=2"),
+            "learner.tensor_parallel: found 2; expected a divisor of the 1 key-value heads",
+        ),
+        (
+            {"num_attention_heads": 9, "num_key_value_heads": 3},
+            ("generators.backend=vllm", "generators.vllm.tensor_parallel_size=2"),
+            "generators.vllm.tensor_parallel_size: found 2; expected a divisor of the 9 attention heads",
+        ),
+    ],
+)
+def test_heads_that_cannot_be_shared_out(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    overrides: tuple[str, ...],
+    text: str,
+) -> None:
+    monkeypatch.setattr("asyncrl.check.require_engine", lambda config: None)
+    with pytest.raises(ConfigError, match=text):
+        validate(loaded(folder, saved_model(folder, **settings), *overrides), folder)
+
+
+def test_heads_that_can_be_shared_out(folder: Path) -> None:
+    path = saved_model(folder, num_attention_heads=4, num_key_value_heads=2)
+    validate(loaded(folder, path, "learner.ranks=2", "learner.tensor_parallel=2"), folder)
+
+
 def test_a_tokenizer_without_eos(folder: Path) -> None:
     tokenizer = character_tokenizer(256)
     tokenizer.eos_token = None

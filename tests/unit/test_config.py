@@ -354,6 +354,18 @@ def test_vllm_options_pass_under_their_own_names_and_count_workers() -> None:
         ((*VLLM, "generators.vllm.max_model_len=100"), "found 100; expected at least.*128 tokens"),
         ((*VLLM, "generators.vllm.tensor_parallel_size=0"), "tensor_parallel_size: found 0; expected"),
         (
+            (*VLLM, "generators.vllm.pipeline_parallel_size=2"),
+            "pipeline_parallel_size: found 2; expected it left out.*use tensor_parallel_size",
+        ),
+        (
+            (*VLLM, "generators.vllm.data_parallel_size=2"),
+            "data_parallel_size: found 2; expected it left out.*set generators.replicas",
+        ),
+        (
+            (*VLLM, "generators.vllm.enable_expert_parallel=true"),
+            "enable_expert_parallel: found True; expected it left out",
+        ),
+        (
             (*VLLM, "run.deterministic=true"),
             "run.deterministic: found true.*expected generators.backend torch",
         ),

@@ -43,7 +43,7 @@ def area(lengths: list[int], layout: Layout) -> int:
     return places.rows * places.width
 
 
-@given(groups, st.integers(1, 5), st.integers(LONGEST, 4 * LONGEST), layouts)
+@given(groups, st.integers(1, 8), st.integers(LONGEST, 4 * LONGEST), layouts)
 def test_a_plan_holds_its_promises(
     groups: list[list[TrajectoryMeta]], ranks: int, micro_batch_tokens: int, layout: Layout
 ) -> None:
@@ -129,7 +129,7 @@ def test_an_empty_batch_is_a_bug() -> None:
         plan_step(Batch(3, ()), 1, 100)
 
 
-@given(groups, st.integers(1, 3), st.integers(1, 5))
+@given(groups, st.integers(1, 8), st.integers(1, 5))
 def test_mini_batches_split_a_step_by_groups(
     groups: list[list[TrajectoryMeta]], ranks: int, mini_batches: int
 ) -> None:

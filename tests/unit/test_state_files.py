@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.checkpoint.files import measure
 from asyncrl.errors import CheckpointError
-from asyncrl.learners.state_files import Part, SavedState, write_state
+from asyncrl.learners.state_files import Part, SavedState, Slab, write_state
 
 SHAPE = (5, 4)
 VALUES = torch.arange(20.0)
@@ -49,6 +49,56 @@ def test_any_run_of_values_is_read_whoever_wrote_them(
         assert torch.equal(found, VALUES[start:end] * 10**i)
     assert torch.equal(saved.read("weight", "layer.weight"), VALUES)
     assert saved.parameters["layer.weight"].updates == 3
+
+
+@given(
+    dim=st.integers(0, 1),
+    saved=st.integers(1, 4),
+    wanted=st.integers(1, 4),
+    cut=st.integers(0, 20),
+    data=st.data(),
+)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_slabs_of_any_number_of_ranks_are_read_as_those_of_any_other(
+    tmp_path_factory: pytest.TempPathFactory, dim: int, saved: int, wanted: int, cut: int, data: st.DataObject
+) -> None:
+    folder, whole = tmp_path_factory.mktemp("slabs"), VALUES.view(SHAPE)
+    slabs = slabs_of(dim, saved)
+    for index, slab in enumerate(slabs):
+        flat = slab.of(whole).flatten()
+        # Each slab in two runs, as two replicas have them.
+        for half, (start, end) in enumerate(pairwise((0, min(cut, len(flat)), len(flat)))):
+            part = Part("layer.weight", SHAPE, start, end - start, 0, slab)
+            write_state(
+                folder,
+                2 * index + half,
+                2 * len(slabs),
+                [part],
+                [("weight/layer.weight", flat[start:end].clone())],
+            )
+    found = SavedState(folder)
+    assert torch.equal(found.read("weight", "layer.weight"), VALUES)
+    assert found.parameters["layer.weight"].shape == SHAPE
+    slab = data.draw(st.sampled_from(slabs_of(1 - dim, wanted)))
+    expected = slab.of(whole).flatten()
+    assert torch.equal(found.read("weight", "layer.weight", slab=slab), expected)
+    start = data.draw(st.integers(0, len(expected)))
+    assert torch.equal(found.read("weight", "layer.weight", start, 2, slab), expected[start : start + 2])
+
+
+def slabs_of(dim: int, ranks: int) -> list[Slab]:
+    """As even as they get."""
+    size = SHAPE[dim]
+    return [Slab(dim, size * i // ranks, size * (i + 1) // ranks) for i in range(min(ranks, size))]
+
+
+def test_slabs_that_leave_a_gap_are_refused(tmp_path: Path) -> None:
+    for rank, slab in enumerate((Slab(0, 0, 2), Slab(0, 3, 5))):
+        values = slab.of(VALUES.view(SHAPE)).flatten().clone()
+        part = Part("layer.weight", SHAPE, 0, len(values), 0, slab)
+        write_state(tmp_path, rank, 2, [part], [("weight/layer.weight", values)])
+    with pytest.raises(CheckpointError, match=r"the parts of layer\.weight do not add up"):
+        SavedState(tmp_path)
 
 
 def test_a_parameter_without_updates_has_no_moments(tmp_path: Path) -> None:
