@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncrl.config_cluster import cluster_contradictions
+
 if TYPE_CHECKING:
     from asyncrl.config import Config
 
 
 def placement_contradictions(config: Config) -> list[str]:
     """Every key that the placement does not allow."""
+    return [*cluster_contradictions(config), *_colocated(config)]
+
+
+def _colocated(config: Config) -> list[str]:
     if config.placement.mode != "colocated":
         return []
     if config.generators.backend != "torch":

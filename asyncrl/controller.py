@@ -25,7 +25,7 @@ from asyncrl.checkpoint.resume import Resumed
 from asyncrl.checkpoint.saver import Saver
 from asyncrl.config import Config
 from asyncrl.credit import CreditAssignment
-from asyncrl.errors import BadStepsError, LostGroupError
+from asyncrl.errors import BadStepsError, LostGroupError, NoGeneratorError
 from asyncrl.evaluation import Evaluator
 from asyncrl.generators.pool import GeneratorPool
 from asyncrl.learners.base import Learner, StepResult
@@ -160,6 +160,8 @@ class Controller:
         )
         self._alarm = LogprobAlarm.for_dtype(config.generators.logprob_diff_alarm, config.model.dtype)
         self._stopped_by: str | None = None
+        self._shortage: NoGeneratorError | None = None
+        """Why the run ends, where too few generators are left."""
 
     # ------------------------------------------------------------------ the run
 
@@ -190,6 +192,8 @@ class Controller:
                 await self._pushes.settled()
                 for task in keepers:
                     task.cancel()
+                if self._shortage is not None:
+                    await self._end_short(self._shortage)
             if self._groups.step:
                 after, checksum = await self._finish()
         finally:
@@ -213,6 +217,23 @@ class Controller:
             log.warning("%s: ending after the running update", why)
             self._groups.close()
 
+    async def _watch_generators(self) -> None:
+        """End the run once too few generators are left: after a checkpoint, if the learner is still there."""
+        self._shortage = await self._pool.shortage()
+        if self.config.placement.mode == "colocated":  # a rank of the learner went with each of them
+            raise self._shortage
+        self.request_stop("too few generators")
+
+    async def _end_short(self, shortage: NoGeneratorError) -> None:
+        if self._saver is not None:
+            await self._saver.written()
+            log.error(
+                "too few generators: stopped after step %d, with a checkpoint of it to go on from: start the "
+                "same command again",
+                self._groups.step,
+            )
+        raise shortage
+
     async def _start_up(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """Start both sides at one version; returns the tasks that keep generators at work from then on."""
         self._observer.phase("starting all actors")
@@ -231,6 +252,7 @@ class Controller:
         self._watchdog.made_progress("the start of generators and learner")
         return [
             supervisor,
+            group.create_task(self._watch_generators(), name="watch generators"),
             group.create_task(self._pushes.let_in_restarted(), name="let in generators"),
             group.create_task(self._pushes.restore_reference(), name="restore reference"),
         ]
@@ -333,6 +355,8 @@ class Controller:
                     self._groups.retire_unusable(task, "failed", poisoned(task.uid, deaths))
                     return
                 salvage = error.salvage
+            except NoGeneratorError:
+                return  # the run ends, and issues the group again when it goes on
             running.attempt += 1
             if salvage is None:
                 start_version = self.budget.reissue(task.ordinal).start_version

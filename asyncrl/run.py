@@ -256,9 +256,8 @@ def build_learner(
     critic = RayCritic(
         config,
         model_path if settings.path is None else model_place(settings.path),
-        host=placement.host,
+        placement,
         cores=deal_cores(settings.cpu_cores, settings.ranks),
-        gpus=placement.role_gpus["critic"],
     )
     learner = ActorCritic(
         policy, critic, warmup_steps=settings.warmup_steps, max_bad_steps=config.learner.max_bad_steps

@@ -33,11 +33,14 @@ from asyncrl.types import Float32Array, GroupMeta
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 
 if TYPE_CHECKING:
+    from asyncrl.seats import Seat
     from asyncrl.weight_sync.sharing import SharedModel
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_FETCH_S = 60.0
+"""Longest that a copy of a payload may take from node to node before the run goes on without it."""
 _ROLLOUT_CALLS = 100_000
 """The budget bounds rollouts; Ray must not bound them a second time."""
 
@@ -159,9 +162,12 @@ ROLLOUT_LANE = frozenset({"start", "run_group", "close"})
 _RemoteGenerator: Any = ray.remote(concurrency_groups=LANES)(GeneratorActor)
 
 
-def generator_actor(config: Config, model_path: str, *, cores: tuple[int, ...] | None, gpus: int) -> Any:
+def generator_actor(
+    config: Config, model_path: str, *, cores: tuple[int, ...] | None, gpus: int, seat: Seat | None = None
+) -> Any:
     """A Ray actor for one replica, pinned to ``cores``, with ``gpus`` GPUs."""
-    return _RemoteGenerator.options(**actor_options(gpus)).remote(config, model_path, str(Path.cwd()), cores)
+    options = actor_options(gpus, seat)
+    return _RemoteGenerator.options(**options).remote(config, model_path, str(Path.cwd()), cores)
 
 
 class RayReplica:
@@ -179,6 +185,8 @@ class RayReplica:
         self._shares = shares
         self._process: psutil.Process | None = None
         """Its process, where that runs on this machine."""
+        self._elsewhere = False
+        """Whether it runs on another node than the controller."""
 
     async def start(self) -> None:
         try:
@@ -189,6 +197,7 @@ class RayReplica:
                 f"{self.name} did not start in generators.start_timeout_s = {self._start_timeout_s:g} s"
             ) from None
         self._process = process_at(place)
+        self._elsewhere = place.node != whereabouts().node
 
     async def run_group(self, request: GroupRequest, salvage: Any = None) -> tuple[GroupMeta, Any]:
         given = [] if salvage is None else [salvage]
@@ -199,12 +208,16 @@ class RayReplica:
             # Cancelling our await does not cancel the call: its slots would stay taken.
             ray.cancel(meta_ref)
             raise
+        await self._bring_here(payload_ref)
         return shifted(meta, -unix_offset()), payload_ref
 
     async def snapshot(self) -> Snapshot | None:
         groups_ref, payload_ref = self._actor.snapshot.options(num_returns=2).remote()
         groups: dict[GroupKey, Progress] | None = await self._call(groups_ref)
-        return None if groups is None else Snapshot(groups, payload_ref)
+        if groups is None:
+            return None
+        await self._bring_here(payload_ref)
+        return Snapshot(groups, payload_ref)
 
     async def ping(self) -> None:
         await self._call(self._actor.ping.remote())
@@ -244,6 +257,12 @@ class RayReplica:
 
     async def kill(self) -> None:
         kill_actor(self._shares or self._actor, self._process)
+
+    async def _bring_here(self, payload: Any) -> None:
+        """Have a copy of a payload on the controller's node, so that it outlives the replica's."""
+        if self._elsewhere:
+            # Its bytes go from node to node; this process sees none of them.
+            await asyncio.to_thread(ray.wait, [payload], timeout=_FETCH_S, fetch_local=True)
 
     async def _call(self, ref: Any) -> Any:
         try:
