@@ -6,6 +6,7 @@ aside what was decided.
 Invariants:
 - No node gets more than it has. An actor is on one node with all its GPUs.
 - Who needs most on one node chooses first: many GPUs an actor before few, strict strategies before others.
+  Where that leaves no room for the rest, another order is tried.
 - Equal nodes and equal demands give equal seats.
 - What does not fit is a PlacementError that says what was needed and what there is.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 from asyncrl.config import Strategy
 from asyncrl.errors import PlacementError
@@ -70,13 +72,23 @@ class Demand:
 
 def assign(nodes: Sequence[Node], demands: Sequence[Demand]) -> list[list[Node]]:
     """The node of each actor, for each demand. Raises PlacementError where they do not all fit."""
-    left = {node.id: _Left(node) for node in nodes}
-    found: dict[int, list[Node]] = {}
-    for i in sorted(range(len(demands)), key=lambda i: demands[i].urgency, reverse=True):
-        demand = demands[i]
-        allowed = [left[node.id] for node in named(nodes, demand.names, f"{demand.side}.nodes")]
-        found[i] = _place(demand, allowed)
-    return [found[i] for i in range(len(demands))]
+    first = sorted(range(len(demands)), key=lambda i: demands[i].urgency, reverse=True)
+    refused: PlacementError | None = None
+    # A handful of demands: every order may be tried.
+    for order in permutations(first):
+        left = {node.id: _Left(node) for node in nodes}
+        found: dict[int, list[Node]] = {}
+        try:
+            for i in order:
+                demand = demands[i]
+                allowed = [left[node.id] for node in named(nodes, demand.names, f"{demand.side}.nodes")]
+                found[i] = _place(demand, allowed)
+        except PlacementError as error:
+            refused = refused or error
+        else:
+            return [found[i] for i in range(len(demands))]
+    assert refused is not None, "there is at least one order"
+    raise refused
 
 
 def named(nodes: Sequence[Node], names: Sequence[str] | None, key: str) -> list[Node]:
