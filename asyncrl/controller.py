@@ -228,8 +228,7 @@ class Controller:
         if self._saver is not None:
             await self._saver.written()
             log.error(
-                "too few generators: stopped after step %d, with a checkpoint of it to go on from: start the "
-                "same command again",
+                "too few generators: stopped after step %d, with a checkpoint of it to go on from",
                 self._groups.step,
             )
         raise shortage

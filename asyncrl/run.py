@@ -152,6 +152,9 @@ def _train(
         if isinstance(cause, UsageError):  # found by an actor, of the model itself
             raise cause from error
         log.error("the run failed", exc_info=cause)
+        steps = CheckpointStore(folder.resolve() / "checkpoints").steps()
+        if steps:
+            log.error("start the same command again to go on from the checkpoint of step %d", max(steps))
         return 1
     finally:
         close_session()

@@ -85,7 +85,9 @@ def test_a_generator_that_leaves_with_its_node_is_no_fault_and_loses_nothing() -
         assert outcome.controller._pool.members[0].groups, "it works on nothing: this shows nothing"
         cluster.remove("generator 0")
 
-    outcome = run(settings, [fast(), fast()], learner(settings), cluster=cluster, during=shrink)
+    long = constant_length(50)  # so that there is a snapshot of it
+    generators = [fast(length=long), fast(length=long)]
+    outcome = run(settings, generators, learner(settings), cluster=cluster, during=shrink)
     assert_all_trained(outcome)
     last = outcome.log.lines[-1]
     assert (last["generator/replicas_live"], last["generator/left"], last["generator/restarts"]) == (1, 1, 0)

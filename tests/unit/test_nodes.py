@@ -11,6 +11,7 @@ from asyncrl.config_load import parse_config
 from asyncrl.errors import ConfigError, PlacementError
 from asyncrl.nodes import Demand, Node, assign, chosen, require_total
 from asyncrl.placement import Placement, demands_of
+from asyncrl.plan import cluster_text
 
 from .controller_harness import BASE
 
@@ -225,3 +226,14 @@ def test_places_that_contradict_each_other_are_refused(
     with pytest.raises(ConfigError) as raised:
         clustered(*overrides)
     assert all(text in str(raised.value) for text in says), str(raised.value)
+
+
+def test_the_plan_says_where_in_the_cluster_and_how_many() -> None:
+    settings = clustered(
+        "placement={address: auto, nodes: 3, learner: {strategy: STRICT_PACK, nodes: head}}",
+        "generators={replicas: 2, max: 6}",
+    )
+    assert cluster_text(settings) == (
+        "3 nodes of the cluster at auto; learner STRICT_PACK on head; generators PACK on any node; 2 generators "
+        "to begin with, at least 1 and at most 6 later"
+    )
