@@ -112,9 +112,13 @@ class GeneratorSeats:
     async def is_there(self, name: str) -> bool:
         """Whether the node of a generator's seat still lives; if not, the seat is given up."""
         nodes = await asyncio.to_thread(cluster_nodes)
-        if any(node.id == self._seats[name].node.id for node in nodes):
+        seat = self._seats.get(name)
+        if seat is None:
+            return False
+        if any(node.id == seat.node.id for node in nodes):
             return True
-        remove_placement_group(self._seats.pop(name).group)
+        del self._seats[name]
+        remove_placement_group(seat.group)
         return False
 
     async def find(self, name: str) -> Seat:
@@ -165,7 +169,8 @@ class GeneratorSeats:
 
 def _bundle(demand: Demand) -> dict[str, float]:
     # Never empty, which Ray refuses: each node has memory, and a byte of it is always there.
-    return {"memory": 1.0, "CPU": demand.cpus, "GPU": float(demand.gpus)}
+    wanted = {"memory": 1.0, "CPU": demand.cpus, "GPU": float(demand.gpus)}
+    return {name: amount for name, amount in wanted.items() if amount}
 
 
 def _on(ids: Iterable[str]) -> dict[str, str]:

@@ -234,6 +234,6 @@ def test_the_plan_says_where_in_the_cluster_and_how_many() -> None:
         "generators={replicas: 2, max: 6}",
     )
     assert cluster_text(settings) == (
-        "3 nodes of the cluster at auto; learner STRICT_PACK on head; generators PACK on any node; 2 generators "
-        "to begin with, at least 1 and at most 6 later"
+        "3 nodes of the cluster at auto; learner STRICT_PACK on head; generators PACK on any node; "
+        "2 generators to begin with, at least 1 and at most 6 later"
     )
