@@ -13,9 +13,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import permutations
+from typing import Literal
 
 from asyncrl.config import Strategy
 from asyncrl.errors import PlacementError
@@ -121,6 +122,30 @@ def chosen(nodes: Sequence[Node], count: int | None, preferred: Iterable[str]) -
         nodes, key=lambda n: (not any(map(n.is_called, wanted)), -n.gpus, -n.cpus)
     )  # stable: the cluster's own order decides between equals
     return order[:count]
+
+
+def where_another(
+    demand: Demand, nodes: Sequence[Node], used: Set[str], taken: Set[str], limit: int | None
+) -> tuple[Literal["in", "!in"], frozenset[str]]:
+    """Ids of the nodes that one more of the demand's actors may be on, or may not: ("!in", {}) is any node.
+
+    ``used``: nodes that others of the demand are on; ``taken``: that any actor of the run is on, of which
+    there may be ``limit``. Nodes that are still to come count wherever they may.
+    """
+    living = {node.id for node in nodes}
+    used, taken = used & living, taken & living
+    ids: set[str] | None = None
+    if demand.names is not None:
+        ids = {node.id for node in nodes if any(map(node.is_called, demand.names))}
+    if limit is not None and len(taken) >= limit:
+        ids = set(taken) if ids is None else ids & taken
+    if demand.strategy == "STRICT_PACK" and used:
+        ids = set(used) if ids is None else ids & used
+    if demand.strategy == "STRICT_SPREAD":
+        if ids is None:
+            return "!in", frozenset(used)
+        ids -= used
+    return ("!in", frozenset()) if ids is None else ("in", frozenset(ids))
 
 
 def require_total(nodes: Sequence[Node], demands: Sequence[Demand]) -> None:

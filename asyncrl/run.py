@@ -130,12 +130,13 @@ def _train(
     """The run itself, in a folder that is ready for it."""
     from asyncrl.placement import close_session, open_session
 
-    model_path = resolve_model(config, console)
     log.info("%s", prompts.report)
     try:
+        # Before the model, which may take minutes to come: a place that is not there shows at once.
         placement = open_session(config)
         if placement.logs is not None:
             sentinel.watch(placement.logs)
+        model_path = resolve_model(config, console)
         parts = build(config, model_path, prompts, placement, folder, console, resumed)
         try:
             summary = asyncio.run(_run(parts))

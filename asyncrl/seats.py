@@ -30,7 +30,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.errors import PlacementError
-from asyncrl.nodes import Demand, Node
+from asyncrl.nodes import Demand, Node, where_another
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ _RESERVE_S = 60.0
 """Longest that Ray may take to set aside what was free a moment ago."""
 _LOOK_AGAIN_S = 60.0
 """How long a placement group waits for room before it is made anew, with the nodes that there are by then."""
+_AFTER_ERROR_S = 5.0
 _NODE_ID = "ray.io/node-id"
 """The label that Ray gives each node."""
 
@@ -81,7 +82,7 @@ def reserve_ranks(demand: Demand, nodes: Sequence[Node]) -> list[Seat]:
     group = placement_group(
         [_bundle(demand)] * len(nodes),
         strategy=demand.strategy,
-        bundle_label_selector=[_on([node.id]) for node in nodes],
+        bundle_label_selector=[_on(node) for node in nodes],
     )
     _await_room(demand, group)
     return [Seat(node, group, bundle) for bundle, node in enumerate(nodes)]
@@ -102,7 +103,7 @@ class GeneratorSeats:
     def reserve(self, names: Sequence[str], nodes: Sequence[Node]) -> None:
         """Set aside a seat on each of ``nodes``, for those called ``names``. Raises PlacementError."""
         for name, node in zip(names, nodes, strict=True):
-            self._seats[name] = Seat(node, self._group(_on([node.id])))
+            self._seats[name] = Seat(node, self._group(_on(node)))
         for seat in self._seats.values():
             _await_room(self._demand, seat.group)
 
@@ -133,9 +134,13 @@ class GeneratorSeats:
                 async with asyncio.timeout(_LOOK_AGAIN_S):
                     await group.ready()
                 node = await asyncio.to_thread(_node_of, group)
-            except (TimeoutError, RayError) as error:
-                log.debug("no room for %s yet: %s", name, error)
+            except TimeoutError:
                 remove_placement_group(group)
+                continue
+            except RayError as error:
+                log.warning("room for %s was found and lost again: %s", name, error)
+                remove_placement_group(group)
+                await asyncio.sleep(_AFTER_ERROR_S)
                 continue
             except BaseException:
                 remove_placement_group(group)
@@ -148,23 +153,11 @@ class GeneratorSeats:
 
     def _where(self, nodes: Sequence[Node]) -> dict[str, str] | None:
         """The labels of nodes that one more may be on; None while there is no such node."""
-        living = {node.id for node in nodes}
-        used = {seat.node.id for seat in self._seats.values()} & living
-        taken = used | (self._others & living)
-        ids: set[str] | None = None
-        if self._demand.names is not None:
-            ids = {node.id for node in nodes if any(map(node.is_called, self._demand.names))}
-        if self._limit is not None and len(taken) >= self._limit:
-            ids = taken if ids is None else ids & taken
-        if self._demand.strategy == "STRICT_PACK" and used:
-            ids = used if ids is None else ids & used
-        if self._demand.strategy == "STRICT_SPREAD" and used:
-            if ids is None:  # so that nodes count that are still to come
-                return {_NODE_ID: f"!in({','.join(sorted(used))})"}
-            ids = ids - used
-        if ids is None:
-            return {}
-        return _on(ids) if ids else None
+        used = {seat.node.id for seat in self._seats.values()}
+        wanted, ids = where_another(self._demand, nodes, used, used | self._others, self._limit)
+        if not ids:
+            return {} if wanted == "!in" else None
+        return {_NODE_ID: f"{wanted}({','.join(sorted(ids))})"}
 
 
 def _bundle(demand: Demand) -> dict[str, float]:
@@ -173,9 +166,9 @@ def _bundle(demand: Demand) -> dict[str, float]:
     return {name: amount for name, amount in wanted.items() if amount}
 
 
-def _on(ids: Iterable[str]) -> dict[str, str]:
-    """The label selector of these nodes."""
-    return {_NODE_ID: f"in({','.join(sorted(ids))})"}
+def _on(node: Node) -> dict[str, str]:
+    """The label selector of one node."""
+    return {_NODE_ID: node.id}
 
 
 def _node_of(group: PlacementGroup) -> Node:

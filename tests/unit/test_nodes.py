@@ -9,7 +9,7 @@ import pytest
 from asyncrl.config import Config, Strategy
 from asyncrl.config_load import parse_config
 from asyncrl.errors import ConfigError, PlacementError
-from asyncrl.nodes import Demand, Node, assign, chosen, require_total
+from asyncrl.nodes import Demand, Node, assign, chosen, require_total, where_another
 from asyncrl.placement import Placement, demands_of
 from asyncrl.plan import cluster_text
 
@@ -142,6 +142,25 @@ def test_more_nodes_than_there_are() -> None:
 def test_a_limit_takes_named_nodes_first_and_then_the_largest() -> None:
     assert sorted(places(chosen(nodes(1, 8, 2, 4), 2, ["host0"]))) == [0, 1]
     assert places(chosen(nodes(1, 1), None, ())) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("demand", "limit", "expected"),
+    [
+        (generators(2), None, ("!in", set())),
+        (generators(2), 3, ("!in", set())),
+        (generators(2), 2, ("in", {"id0", "id1"})),
+        (generators(2, strategy="STRICT_PACK"), None, ("in", {"id1"})),
+        (generators(2, strategy="STRICT_SPREAD"), None, ("!in", {"id1"})),
+        (generators(2, strategy="STRICT_SPREAD"), 2, ("in", {"id0"})),
+        (generators(2, names=("host1", "host2", "later")), None, ("in", {"id1", "id2"})),
+        (generators(2, strategy="STRICT_SPREAD", names=("host1",)), None, ("in", set())),
+    ],
+)
+def test_where_one_more_may_be(demand: Demand, limit: int | None, expected: tuple[str, set[str]]) -> None:
+    # The learner is on node 0, a generator on node 1, and another was on one that is gone.
+    found = where_another(demand, nodes(8, 8, 8), {"id1", "gone"}, {"id0", "id1", "gone"}, limit)
+    assert found == expected
 
 
 def test_no_node_is_given_more_than_it_has() -> None:
