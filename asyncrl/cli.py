@@ -50,8 +50,20 @@ JsonFile = Annotated[
 
 
 @app.command()
-def train(config: ConfigFile, overrides: Overrides = None) -> None:
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Run it as a job of this Ray cluster, and follow its log.", metavar="ADDRESS"),
+    ] = None,
+) -> None:
     """Run the config. Exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped by a signal."""
+    if address is not None:
+        with _exit_codes():
+            from asyncrl.submission import submit
+
+            raise typer.Exit(submit(config, overrides or (), address))
     with _exit_codes(), StopSignals() as signals:
         from asyncrl.config_load import load_config
 

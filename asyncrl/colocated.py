@@ -22,7 +22,7 @@ from asyncrl.generators.actor import LANES, ROLLOUT_LANE, GeneratorActor, RayRep
 from asyncrl.learners.base import LearnerRank
 from asyncrl.learners.group import LearnerActor, RayLearner
 from asyncrl.learners.ranks import STATE_LANE
-from asyncrl.placement import actor_options
+from asyncrl.placement import Placement, rank_options
 
 if TYPE_CHECKING:
     from asyncrl.weight_sync.sharing import SharedModel
@@ -92,20 +92,20 @@ def build_colocated(
     config: Config,
     model_path: str,
     names: Sequence[str],
+    placement: Placement,
     *,
-    host: str,
     cores: Sequence[tuple[int, ...] | None],
-    gpus: int,
 ) -> tuple[list[RayReplica], RayLearner]:
     """Replicas called ``names``, and the learner with a rank in the process of each.
 
-    Each process is pinned to its ``cores`` and has ``gpus`` GPUs; ranks meet on ``host``.
+    Each process is in the place of its rank, and pinned to its ``cores``.
     """
+    host = placement.host("learner")
     actors = [
-        _RemoteColocated.options(**actor_options(gpus)).remote(
+        _RemoteColocated.options(**options).remote(
             config, model_path, rank, host, cores[rank], str(Path.cwd())
         )
-        for rank in range(len(names))
+        for rank, options in enumerate(rank_options(placement, "learner", len(names)))
     ]
     replicas = [
         RayReplica(name, config, _generator_side(actor), shares=actor)

@@ -38,6 +38,7 @@ from asyncrl.learners.layout import Layout
 REWARD_MODEL = "reward_model"
 """The reward model's name as a role, and as that of its score beside those of reward functions."""
 
+Strategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -438,7 +439,14 @@ class GeneratorsSection(Section):
     backend: Literal["torch", "vllm"] = "torch"
     """The engine; ``torch`` is the embedded one."""
     replicas: PositiveInt = 1
-    """Engines, each with the whole model."""
+    """Engines, each with the whole model; with ``max``, those that a run starts with."""
+    min: PositiveInt | None = None
+    """Fewest that a run goes on with; with fewer it stops after a checkpoint. Null: 1."""
+    max: PositiveInt | None = None
+    """Most: in a cluster, more join while the run goes on as soon as there is room for them. Null: as many as
+    ``replicas``, which take the place of those whose node went away."""
+    below_min_s: PositiveFloat = 300.0
+    """Seconds that a run bears fewer than ``min``, where others may still join."""
     slots: PositiveInt = 64
     """Sequences that one engine samples at the same time."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -460,6 +468,16 @@ class GeneratorsSection(Section):
     logprob_diff_alarm: PositiveFloat | None = None
     """Warn when the mean difference between the engine's and the learner's log-probs of the same tokens
     is above this; null: 0.01 in float32, 0.1 in bfloat16."""
+
+    @property
+    def fewest(self) -> int:
+        """Replicas that a run does not go on without."""
+        return self.min or 1
+
+    @property
+    def most(self) -> int:
+        """Replicas that a run may have at a time."""
+        return self.max or self.replicas
 
     @property
     def workers(self) -> int:
@@ -676,6 +694,19 @@ class WeightSyncSection(Section):
         return int(self.bucket_mb * 2**20)
 
 
+class SidePlacementSection(Section):
+    """Where in a cluster one side goes."""
+
+    strategy: Strategy = "PACK"
+    """Over as few nodes as possible (PACK), on one (STRICT_PACK), evenly over all (SPREAD), or each on one of
+    its own (STRICT_SPREAD)."""
+    nodes: Names | None = None
+    """Nodes that it may be on, by address, host name or id; null: any."""
+    cpus: NonNegativeFloat | None = None
+    """CPUs that are set aside for each of its actors. Null: its ``threads`` on CPU, none beside a GPU.
+    0: none, so that actors share cores."""
+
+
 class PlacementSection(Section):
     mode: Literal["split", "colocated"] = "split"
     """split: generators and learner on devices of their own. colocated: a generator and a learner rank on one
@@ -683,6 +714,13 @@ class PlacementSection(Section):
     sent (ZeRO 0 to 2); with vLLM two processes, of which one has the device's memory at a time."""
     address: str | None = None
     """Ray cluster to join; null: start one on this machine."""
+    nodes: PositiveInt | None = None
+    """Nodes of the cluster that the run is for: with fewer it does not start, of more it takes so many. Null:
+    whatever there is."""
+    learner: SidePlacementSection = SidePlacementSection()
+    """Where the learner's ranks go, and those of a critic."""
+    generators: SidePlacementSection = SidePlacementSection()
+    """Where the generators go. Each is on one node, with all its workers."""
 
 
 class CheckpointSection(Section):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncrl.config_cluster import cluster_contradictions
 from asyncrl.weight_sync.base import BESIDE, HAS_SHM
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 def placement_contradictions(config: Config) -> list[str]:
     """Every key that the placement does not allow."""
+    return [*cluster_contradictions(config), *_sides(config)]
+
+
+def _sides(config: Config) -> list[str]:
     if config.placement.mode == "split" or config.generators.backend == "torch":
         problems = _no_handover(config)
         if config.placement.mode == "colocated":

@@ -26,7 +26,7 @@ from asyncrl.checkpoint.resume import Resumed
 from asyncrl.checkpoint.saver import Kind, Saver
 from asyncrl.config import Config
 from asyncrl.credit import CreditAssignment
-from asyncrl.errors import BadStepsError, LostGroupError
+from asyncrl.errors import BadStepsError, LostGroupError, NoGeneratorError
 from asyncrl.evaluation import Evaluator
 from asyncrl.generators.pool import GeneratorPool
 from asyncrl.learners.base import Learner, StepResult
@@ -164,6 +164,8 @@ class Controller:
         self._starting: asyncio.Task[Metrics | None] | None = None
         self._keepers: list[asyncio.Task[None]] = []
         """What keeps both sides at work while there is any."""
+        self._shortage: NoGeneratorError | None = None
+        """Why the run ends, where too few generators are left."""
 
     # ------------------------------------------------------------------ the run
 
@@ -190,6 +192,8 @@ class Controller:
                     await self._train(group)
                 for task in self._keepers:
                     task.cancel()
+                if self._shortage is not None:
+                    await self._end_short(self._shortage)
             if started and self._groups.step:
                 after, checksum = await self._finish()
         finally:
@@ -221,6 +225,22 @@ class Controller:
                 self._starting.cancel()
         else:
             log.warning("%s: ending after the running update", why)
+
+    async def _watch_generators(self) -> None:
+        """End the run once too few generators are left: after a checkpoint, if the learner is still there."""
+        self._shortage = await self._pool.shortage()
+        if self.config.placement.mode == "colocated":  # a rank of the learner went with each of them
+            raise self._shortage
+        self.request_stop("too few generators")
+
+    async def _end_short(self, shortage: NoGeneratorError) -> None:
+        if self._saver is not None:
+            await self._saver.written()
+            log.error(
+                "too few generators: stopped after step %d, with a checkpoint of it to go on from",
+                self._groups.step,
+            )
+        raise shortage
 
     async def _start_up(self, group: asyncio.TaskGroup) -> Metrics | None:
         """All that comes before the first update; returns the evaluation that the run began with."""
@@ -259,6 +279,7 @@ class Controller:
         await self._pushes.open(info)
         self._watchdog.made_progress("the start of generators and learner")
         self._keepers += [
+            group.create_task(self._watch_generators(), name="watch generators"),
             group.create_task(self._pushes.let_in_restarted(), name="let in generators"),
             group.create_task(self._pushes.restore_reference(), name="restore reference"),
         ]
@@ -370,6 +391,8 @@ class Controller:
                     self._groups.retire_unusable(task, "failed", poisoned(task.uid, deaths))
                     return
                 salvage = error.salvage
+            except NoGeneratorError:
+                return  # the run ends, and issues the group again when it goes on
             running.attempt += 1
             if salvage is None:
                 start_version = self.budget.reissue(task.ordinal).start_version

@@ -36,7 +36,7 @@
     └── TrainingError               the run cannot go on
         ├── BadStepsError           learner.max_bad_steps non-finite updates in a row
         ├── NothingTrainableError   too many groups in a row failed or were filtered
-        ├── NoGeneratorError        every replica is dead
+        ├── NoGeneratorError        fewer than generators.min replicas are left
         ├── ReferenceLostError      a reference that nobody can give back, in a run that promises bits
         └── BenchRunError           a run that ``asyncrl bench`` started ended with an error
 
@@ -202,7 +202,7 @@ class NothingTrainableError(TrainingError):
 
 
 class NoGeneratorError(TrainingError):
-    """Every generator replica is dead."""
+    """Fewer generator replicas are left than the run goes on with."""
 
 
 class ReferenceLostError(TrainingError):

@@ -4,6 +4,8 @@ Invariants:
 - What is asked for is compared with what there is before any actor is created: Ray itself would
   leave an actor pending for ever, silently.
 - Actors are pinned by us, not by Ray, which counts cores but does not bind to them.
+- On a machine of its own a run listens on loopback alone; in a cluster, ranks meet on the address of the node
+  that the first of them is on.
 """
 
 from __future__ import annotations
@@ -11,14 +13,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.config import Config
+from asyncrl.config import Config, SidePlacementSection
 from asyncrl.errors import PlacementError
+from asyncrl.generators.places import generator_names
 from asyncrl.inherited import set_inherited
+from asyncrl.nodes import Demand, Node, assign, chosen, counts, require_total
 from asyncrl.weight_sync.base import HAS_SHM, Backend
+
+if TYPE_CHECKING:
+    from asyncrl.seats import GeneratorSeats, Seat
 
 log = logging.getLogger(__name__)
 
@@ -30,18 +37,20 @@ _TOKEN_CPU = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Resources of the two sides."""
+    """Resources of the two sides, and where in a cluster they go."""
 
     generator_gpus: int
     """GPUs of each generator replica, apart from its learner rank's; 0 where both have the same."""
     learner_gpus: int
     """GPUs of each learner rank."""
-    host: str
-    """Address that process groups meet on."""
     role_gpus: Mapping[str, int] = field(default_factory=dict)
     """GPUs of each actor of a role, by the role's name."""
     logs: str | None = None
     """The folder that this session's processes log to, where the session is our own."""
+    ranks: Mapping[str, Sequence[Seat]] = field(default_factory=dict)
+    """The seats of the ranks of learner and critic, by section; empty where there is one node, our own."""
+    generators: GeneratorSeats | None = None
+    """The seats of generators in a cluster."""
 
     @property
     def push_backend(self) -> Literal["nccl", "gloo"]:
@@ -55,10 +64,17 @@ class Placement:
             return "ipc"
         return "shm" if HAS_SHM else "gloo"
 
+    def host(self, section: str) -> str:
+        """Address that the ranks of learner or critic meet on."""
+        seats = self.ranks.get(section)
+        return seats[0].node.address if seats else _LOOPBACK
+
 
 def open_session(config: Config) -> Placement:
-    """Start or join Ray, and check that it has what ``config`` asks for. Raises PlacementError."""
+    """Start or join Ray, and set aside what ``config`` asks for. Raises PlacementError."""
     import ray
+
+    from asyncrl.seats import cluster_nodes
 
     address = config.placement.address
     set_inherited()
@@ -73,49 +89,122 @@ def open_session(config: Config) -> Placement:
             logging_level=logging.WARNING,
             configure_logging=False,
         )
-        host = _LOOPBACK
         logs = str(Path(ray._private.worker._global_node.get_logs_dir_path()))
     else:
-        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING, configure_logging=False)
-        host = ray.util.get_node_ip_address()
+        try:
+            ray.init(
+                address=address, log_to_driver=True, logging_level=logging.WARNING, configure_logging=False
+            )
+        except (ConnectionError, ValueError) as error:
+            raise PlacementError(
+                f"placement.address: found {address!r}, where no Ray cluster answers ({error}); expected the "
+                "address of one, as 'ray start --head' prints it"
+            ) from None
         logs = None
-    resources = ray.cluster_resources()
-    gpus = int(resources.get("GPU", 0))
+    nodes = cluster_nodes()
+    gpus = sum(node.gpus for node in nodes)
     placement = Placement(
         generator_gpus=_generator_gpus(config, gpus),
         learner_gpus=int(_wants_gpu(config.learner.device, gpus)),
-        host=host,
         role_gpus={name: int(_wants_gpu(role.device, gpus)) for name, role in config.roles.items()},
         logs=logs,
     )
-    _require_gpus(config, placement, gpus)
-    return placement
+    demands = demands_of(config, placement)
+    if address is None:
+        require_total(nodes, [replace(demand, cpus=0.0) for demand in demands.values()])
+        return placement
+    return _in_cluster(config, placement, demands, nodes)
+
+
+def _in_cluster(
+    config: Config, placement: Placement, demands: Mapping[str, Demand], nodes: Sequence[Node]
+) -> Placement:
+    """``placement`` with seats that are set aside. Raises PlacementError, at best before anything is."""
+    from asyncrl.seats import GeneratorSeats, cluster_nodes, reserve_ranks
+
+    names = [name for demand in demands.values() for name in demand.names or ()]
+    limit = config.placement.nodes
+    placed = {name: demand for name, demand in demands.items() if demand.side}
+    everything = list(demands.values())
+
+    def decide(nodes: Sequence[Node]) -> dict[str, list[Node]]:
+        taken = chosen(nodes, limit, names)
+        require_total(taken, everything)
+        return dict(zip(placed, assign(taken, list(placed.values())), strict=True))
+
+    decide(nodes)  # what the cluster does not have is told from what others use of it
+    try:
+        seats = decide(cluster_nodes(free=True))
+    except PlacementError as error:
+        raise PlacementError(
+            f"the cluster is large enough, but others use it. Of what is free: {error}"
+        ) from None
+    ranks: dict[str, Sequence[Seat]] = {
+        name: reserve_ranks(placed[name], seats[name]) for name in ("learner", "critic") if name in placed
+    }
+    others = {seat.node.id for of_group in ranks.values() for seat in of_group}
+    generators = None
+    if "generators" in placed:
+        generators = GeneratorSeats(placed["generators"], limit=limit, others=others)
+        generators.reserve(generator_names(config.generators.replicas), seats["generators"])
+    for name, of_name in seats.items():
+        log.info("%s: %s", name, ", ".join(f"{n} on {node}" for node, n in counts(of_name).items()))
+    return replace(placement, ranks=ranks, generators=generators)
+
+
+def demands_of(config: Config, placement: Placement) -> dict[str, Demand]:
+    """What each kind of actor needs, by its section. Roles without a side go where Ray finds room."""
+    learner, generators = config.placement.learner, config.placement.generators
+
+    def cpus(side: SidePlacementSection, threads: int, gpus: int) -> float:
+        return side.cpus if side.cpus is not None else 0.0 if gpus else float(threads)
+
+    demands = {
+        "learner": Demand(
+            "learner rank",
+            "learner.ranks",
+            config.learner.ranks,
+            cpus(learner, config.learner.threads, placement.learner_gpus),
+            placement.learner_gpus,
+            "placement.learner",
+            learner.strategy,
+            learner.nodes,
+            "learner.device",
+        )
+    }
+    if config.placement.mode == "split":
+        demands["generators"] = Demand(
+            "generator",
+            "generators.replicas",
+            config.generators.replicas,
+            cpus(generators, config.generators.threads * config.generators.workers, placement.generator_gpus),
+            placement.generator_gpus,
+            "placement.generators",
+            generators.strategy,
+            generators.nodes,
+            "generators.device",
+        )
+    for name, role in config.roles.items():
+        key, count = role.actors
+        gpus = placement.role_gpus[name]
+        demand = Demand(f"{name} actor", f"{name}.{key}", count, 0.0, gpus, device_key=f"{name}.device")
+        if name == "critic":
+            demand = replace(
+                demand,
+                what="critic rank",
+                cpus=cpus(learner, config.critic.threads, gpus),
+                side="placement.learner",
+                strategy=learner.strategy,
+                names=learner.nodes,
+            )
+        demands[name] = demand
+    return demands
 
 
 def _generator_gpus(config: Config, gpus: int) -> int:
     if config.placement.mode == "colocated":
         return 0
     return int(_wants_gpu(config.generators.device, gpus)) * config.generators.workers
-
-
-def _require_gpus(config: Config, placement: Placement, gpus: int) -> None:
-    """Raise PlacementError if the cluster has fewer GPUs than all actors together need."""
-    needed = (
-        placement.generator_gpus * config.generators.replicas + placement.learner_gpus * config.learner.ranks
-    )
-    actors = f"{config.generators.replicas} generator replicas and {config.learner.ranks} learner ranks"
-    lower, devices = ["generators.replicas", "learner.ranks"], ["generators.device", "learner.device"]
-    for name, role in config.roles.items():
-        key, count = role.actors
-        needed += placement.role_gpus[name] * count
-        actors += f" and {count} of the {name}"
-        lower.append(f"{name}.{key}")
-        devices.append(f"{name}.device")
-    if needed > gpus:
-        raise PlacementError(
-            f"{actors} need {needed} GPUs, the cluster has {gpus}; lower {' or '.join(lower)}, or set "
-            f"{' or '.join(devices)} to cpu"
-        )
 
 
 def close_session() -> None:
@@ -157,16 +246,28 @@ def pin_process(cores: Sequence[int] | None) -> None:
         os.sched_setaffinity(int(thread.name), cores)
 
 
-def actor_options(gpus: float) -> dict[str, Any]:
-    """Ray options of an actor: no CPUs are counted, since pinning is ours."""
-    return {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0}
+def actor_options(gpus: float, seat: Seat | None = None) -> dict[str, Any]:
+    """Ray options of an actor: no CPUs are counted, since pinning is ours. None: wherever there is room."""
+    options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0}
+    return options if seat is None else {**options, **seat.options()}
+
+
+def rank_options(placement: Placement, section: str, ranks: int) -> list[dict[str, Any]]:
+    """Ray options of each rank of learner or critic, which is what ``section`` names."""
+    gpus = placement.learner_gpus if section == "learner" else placement.role_gpus[section]
+    seats: Sequence[Seat | None] = placement.ranks.get(section) or [None] * ranks
+    return [actor_options(gpus, seat) for seat in seats]
 
 
 def reserve_slots(count: int, placement: Placement) -> list[dict[str, Any]]:
     """Ray options by slot, for the two actors that share its device: one node, and there one GPU or none.
 
-    Raises PlacementError where the cluster does not give the slots within seconds.
+    In a cluster the slots are the seats of the learner's ranks. Raises PlacementError where Ray does not give
+    others within seconds.
     """
+    seats = placement.ranks.get("learner")
+    if seats:
+        return [actor_options(placement.learner_gpus / 2, seat) for seat in seats]
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -101,6 +101,8 @@ class Plan:
         if config.placement.mode == "colocated":
             table.add_row("turns", turns_text(config))
         table.add_row("slots", slots_text(config, outstanding * rollout.group_size))
+        if config.placement.address is not None:
+            table.add_row("nodes", cluster_text(config))
         for name, text in placement_rows(config):
             table.add_row(name, text)
         return table
@@ -181,6 +183,26 @@ def slots_text(config: Config, outstanding: int) -> str:
     if slots >= outstanding:
         return text
     return f"{text}: generators.slots binds, the rest waits ({ceil(outstanding / slots)} rounds)"
+
+
+def cluster_text(config: Config) -> str:
+    """Which nodes of the cluster each side may be on, and how many generators there may be."""
+    placement, generators = config.placement, config.generators
+    of = "" if placement.nodes is None else f"{placement.nodes} nodes "
+    sides = [("learner", placement.learner)]
+    if placement.mode == "split":
+        sides.append(("generators", placement.generators))
+    texts = [
+        f"{name} {side.strategy} on {'any node' if side.nodes is None else ', '.join(side.nodes)}"
+        for name, side in sides
+    ]
+    text = f"{of}of the cluster at {placement.address}; {'; '.join(texts)}"
+    if placement.mode == "colocated":
+        return text
+    return (
+        f"{text}; {generators.replicas} generators to begin with, at least {generators.fewest} and at most "
+        f"{generators.most} later"
+    )
 
 
 def placement_rows(config: Config) -> list[tuple[str, str]]:

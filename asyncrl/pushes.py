@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from asyncrl.config import Config
+from asyncrl.errors import NoGeneratorError
 from asyncrl.evaluation import Evaluator
 from asyncrl.generators.pool import GeneratorPool
 from asyncrl.learners.base import Learner, LearnerInfo
@@ -29,6 +31,8 @@ from asyncrl.types import Metrics
 from asyncrl.waiting import Signal, now, within
 from asyncrl.watchdog import Watchdog
 from asyncrl.weight_sync.publish import PublishReport
+
+log = logging.getLogger(__name__)
 
 
 class Publisher(Protocol):
@@ -156,11 +160,18 @@ class Pushes:
         return self.evaluation
 
     async def evaluate(self, version: int, push: asyncio.Task[None] | None = None) -> Metrics:
-        """Evaluate ``version``, once it is live: now, or after ``push``."""
+        """Evaluate ``version``, once it is live: now, or after ``push``.
+
+        Nothing is found where too few generators are left, of which the run ends.
+        """
         if push is not None:
             await asyncio.wait([push])
             push.result()
-        result = await self._evaluator.run(version)
+        try:
+            result = await self._evaluator.run(version)
+        except NoGeneratorError as error:
+            log.error("version %d is not evaluated: %s", version, error)
+            return {}
         self._watchdog.made_progress(f"evaluation of version {version}")
         self._evaluated(result)
         return result
@@ -172,7 +183,10 @@ class Pushes:
     async def let_in_restarted(self) -> None:
         """Push to restarted replicas as soon as there are whole weights to push; runs until cancelled."""
         while True:
-            await self._pool.until(lambda pool: pool.joining)
+            try:
+                await self._pool.until(lambda pool: pool.joining)
+            except NoGeneratorError:
+                return  # the run ends of it
             async with self._turn:
                 version = self._held_version
                 if await self._publisher.catch_up(version) and self._pool.live:
@@ -221,7 +235,11 @@ class Pushes:
             await self._follow(version)
             if version != self._budget.live_version:  # else replicas were restarted with it
                 start = now()
-                report = await self._publisher.publish(version)
+                try:
+                    report = await self._publisher.publish(version)
+                except NoGeneratorError as error:
+                    log.error("version %d is pushed to nobody: %s", version, error)
+                    return
                 facts = {
                     "version": version,
                     "bytes": report.nbytes,

@@ -135,12 +135,14 @@ def _train(
     """The run itself, in a folder that is ready for it."""
     from asyncrl.placement import close_session, open_session
 
-    model_path = resolve_model(config, console)
     log.info("%s", prompts.report)
     try:
+        # Before the model, which may take minutes to come: a place that is not there shows at once.
         placement = open_session(config)
         if placement.logs is not None:
             sentinel.watch(placement.logs)
+        signals.check()
+        model_path = resolve_model(config, console)
         signals.check()
         parts = build(config, model_path, prompts, origin, placement, folder, console, resumed)
         try:
@@ -155,6 +157,9 @@ def _train(
         if isinstance(cause, UsageError):  # found by an actor, of the model itself
             raise cause from error
         log.error("the run failed", exc_info=cause)
+        steps = CheckpointStore(folder.resolve() / "checkpoints").steps()
+        if steps:
+            log.error("start the same command again to go on from the checkpoint of step %d", max(steps))
         return 1
     finally:
         close_session()
@@ -260,9 +265,8 @@ def build_learner(
     critic = RayCritic(
         config,
         model_path if settings.path is None else model_place(settings.path),
-        host=placement.host,
+        placement,
         cores=deal_cores(settings.cpu_cores, settings.ranks),
-        gpus=placement.role_gpus["critic"],
     )
     learner = ActorCritic(
         policy, critic, warmup_steps=settings.warmup_steps, max_bad_steps=config.learner.max_bad_steps

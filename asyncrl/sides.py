@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from asyncrl.colocated import build_colocated
 from asyncrl.config import Config
 from asyncrl.generators.actor import RayReplica, generator_actor
+from asyncrl.generators.places import ClusterPlaces, generator_names, generator_number
 from asyncrl.generators.pool import GeneratorPool
 from asyncrl.handover import HandoverPublisher, HandoverTurns
 from asyncrl.learners.base import Learner
@@ -51,28 +52,30 @@ def _split(
 ) -> Sides:
     """A process for each generator and each learner rank."""
     generators, settings, sync = config.generators, config.learner, config.weight_sync
-    names = _names(config)
-    cores = dict(zip(names, deal_cores(generators.cpu_cores, len(names)), strict=True))
+    names = generator_names(config.generators.replicas)
+    dealt = deal_cores(generators.cpu_cores, len(names))
+    seats = placement.generators
 
     def make_replica(name: str) -> RayReplica:
-        options = actor_options(placement.generator_gpus)
-        actor = generator_actor(config, model_path, cores=cores[name], options=options)
+        options = actor_options(placement.generator_gpus, None if seats is None else seats[name])
+        of_it = dealt[generator_number(name) % len(dealt)]
+        actor = generator_actor(config, model_path, cores=of_it, options=options)
         return RayReplica(name, config, actor)
 
     pool = GeneratorPool(
         [make_replica(name) for name in names],
         restart=make_replica,
+        places=None if seats is None else ClusterPlaces(seats, make_replica, taken=len(names)),
+        min_replicas=generators.fewest,
+        max_replicas=generators.most,
+        below_min_s=generators.below_min_s,
         max_restarts=generators.max_restarts,
         health_every_s=generators.health_every_s,
         health_timeout_s=generators.health_timeout_s,
         timeline=timeline,
     )
     actors = learner_actors(
-        config,
-        model_path,
-        host=placement.host,
-        cores=deal_cores(settings.cpu_cores, settings.ranks),
-        options=[actor_options(placement.learner_gpus)] * settings.ranks,
+        config, model_path, placement, cores=deal_cores(settings.cpu_cores, settings.ranks)
     )
     learner = RayLearner(config, actors)
     publisher = WeightPublisher(
@@ -93,18 +96,14 @@ def _colocated(
 ) -> Sides:
     """A process for each generator with its learner rank. None is restarted: a rank would be missing."""
     generators, timeout_s = config.generators, config.weight_sync.timeout_s
-    names = _names(config)
+    names = generator_names(config.generators.replicas)
     replicas, learner = build_colocated(
-        config,
-        model_path,
-        names,
-        host=placement.host,
-        cores=deal_cores(generators.cpu_cores, len(names)),
-        gpus=placement.learner_gpus,
+        config, model_path, names, placement, cores=deal_cores(generators.cpu_cores, len(names))
     )
     pool = GeneratorPool(
         replicas,
         max_restarts=0,
+        min_replicas=len(names),
         health_every_s=generators.health_every_s,
         health_timeout_s=generators.health_timeout_s,
         timeline=timeline,
@@ -119,7 +118,7 @@ def _taking_turns(
 ) -> Sides:
     """A process for each generator and one for each learner rank, two to a device, of which one works."""
     generators, settings, sync = config.generators, config.learner, config.weight_sync
-    names = _names(config)
+    names = generator_names(config.generators.replicas)
     slots = reserve_slots(len(names), placement)
     replicas = [
         RayReplica(name, config, generator_actor(config, model_path, cores=cores, options=slot))
@@ -128,6 +127,7 @@ def _taking_turns(
     pool = GeneratorPool(
         replicas,
         max_restarts=0,
+        min_replicas=len(names),
         health_every_s=generators.health_every_s,
         health_timeout_s=generators.health_timeout_s,
         timeline=timeline,
@@ -138,11 +138,7 @@ def _taking_turns(
         await pool.until(lambda pool: all(member.state != "starting" for member in pool.members))
 
     actors = learner_actors(
-        config,
-        model_path,
-        host=placement.host,
-        cores=deal_cores(settings.cpu_cores, settings.ranks),
-        options=slots,
+        config, model_path, placement, cores=deal_cores(settings.cpu_cores, settings.ranks), options=slots
     )
     learner = RayLearner(config, actors, after=generators_sleep)
     publisher = WeightPublisher(
@@ -156,7 +152,3 @@ def _taking_turns(
     )
     turns = HandoverTurns(learner, pool, publisher, timeout_s=sync.timeout_s, canary=canary)
     return Sides(pool, learner, HandoverPublisher(turns, publisher, canary=canary), turns)
-
-
-def _names(config: Config) -> list[str]:
-    return [f"generator {i}" for i in range(config.generators.replicas)]

@@ -273,7 +273,7 @@ class Saver:
             known = not evaluation.cancelled() and evaluation.exception() is None
             if known and state.step in self._in_question:
                 result = evaluation.result()
-                if result["eval/policy_version"] == state.version:  # else it had to turn to another one
+                if result.get("eval/policy_version") == state.version:  # else it had to turn to another one
                     await asyncio.to_thread(self._note, Best(state.step, result["eval/reward_mean"]))
             self._in_question.discard(state.step)
             await asyncio.to_thread(self._prune, frozenset(self._in_question))

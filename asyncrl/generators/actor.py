@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_FETCH_S = 60.0
+"""Longest that a copy of a payload may take from node to node before the run goes on without it."""
 _ROLLOUT_CALLS = 100_000
 """The budget bounds rollouts; Ray must not bound them a second time."""
 
@@ -186,6 +188,8 @@ class RayReplica:
         self._started = False
         self._process: psutil.Process | None = None
         """Its process, where that runs on this machine."""
+        self._elsewhere = False
+        """Whether it runs on another node than the controller."""
 
     async def start(self) -> None:
         try:
@@ -197,6 +201,7 @@ class RayReplica:
             ) from None
         self._started = True
         self._process = process_at(place)
+        self._elsewhere = place.node != whereabouts().node
 
     async def run_group(self, request: GroupRequest, salvage: Any = None) -> tuple[GroupMeta, Any]:
         given = [] if salvage is None else [salvage]
@@ -207,12 +212,16 @@ class RayReplica:
             # Cancelling our await does not cancel the call: its slots would stay taken.
             ray.cancel(meta_ref)
             raise
+        await self._bring_here(payload_ref)
         return shifted(meta, -unix_offset()), payload_ref
 
     async def snapshot(self) -> Snapshot | None:
         groups_ref, payload_ref = self._actor.snapshot.options(num_returns=2).remote()
         groups: dict[GroupKey, Progress] | None = await self._call(groups_ref)
-        return None if groups is None else Snapshot(groups, payload_ref)
+        if groups is None:
+            return None
+        await self._bring_here(payload_ref)
+        return Snapshot(groups, payload_ref)
 
     async def ping(self) -> None:
         await self._call(self._actor.ping.remote())
@@ -256,6 +265,12 @@ class RayReplica:
 
     async def kill(self) -> None:
         kill_actor(self._shares or self._actor, self._process)
+
+    async def _bring_here(self, payload: Any) -> None:
+        """Have a copy of a payload on the controller's node, so that it outlives the replica's."""
+        if self._elsewhere:
+            # Its bytes go from node to node; this process sees none of them.
+            await asyncio.to_thread(ray.wait, [payload], timeout=_FETCH_S, fetch_local=True)
 
     async def _call(self, ref: Any) -> Any:
         try:

@@ -10,8 +10,10 @@ Invariants:
 - ``live_version`` is the oldest version among the replicas that take new work.
 - Work that is to run alone waits for a replica to empty itself, and keeps others off it meanwhile.
 - While the replicas sleep no time passes for the groups that they have.
-- Work that finds no live replica waits as long as one is being restarted; with none left it raises
-  NoGeneratorError.
+- A replica whose place is gone leaves, which is no fault; others join where there is room, up to
+  ``max_replicas``, and serve once they are let in like a restarted one.
+- Work that finds no live replica waits as long as one is being restarted or may join; with none left it
+  raises NoGeneratorError.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 from asyncrl.errors import GeneratorError, LostGroupError, NoGeneratorError, VersionGoneError
 from asyncrl.generators.base import Asleep, GeneratorStatistics
 from asyncrl.generators.member import Member, Replica, State
+from asyncrl.generators.places import Places
 from asyncrl.rollout import GroupRequest
 from asyncrl.snapshot import Salvage, key_of
 from asyncrl.timeline import NoTimeline, Timeline
@@ -38,6 +41,8 @@ log = logging.getLogger(__name__)
 _BACKOFF_S = 1.0
 """Wait before the first restart; doubled for each in a row that completed no group."""
 _BACKOFF_MAX_S = 60.0
+_PLACE_CHECK_S = 5.0
+"""How often a place is looked after while a replica starts there: nothing else would tell that it is gone."""
 _OUTSTANDING_TOKENS = attrgetter("outstanding_tokens")
 
 
@@ -48,6 +53,9 @@ class GeneratorPool:
     ``health_every_s`` seconds and has ``health_timeout_s`` to answer: one that hangs is noticed within
     their sum, one that dies at once. After ``max_restarts`` restarts in a row in which it completed no
     group, a replica is left dead.
+
+    ``places``: where replicas can be, in a cluster; without it all have their place for ever, and none joins.
+    With it there may be fewer than ``min_replicas`` for ``below_min_s`` seconds before ``shortage`` says so.
     """
 
     def __init__(
@@ -58,6 +66,10 @@ class GeneratorPool:
         max_restarts: int = 3,
         health_every_s: float = 1.0,
         health_timeout_s: float = 3.5,
+        places: Places | None = None,
+        min_replicas: int = 1,
+        max_replicas: int | None = None,
+        below_min_s: float = 0.0,
         timeline: Timeline | None = None,
     ) -> None:
         self._timeline = timeline or NoTimeline()
@@ -70,10 +82,21 @@ class GeneratorPool:
         """Answers that another replica had finished or begun when it died, and that were not begun again."""
         self.continued_tokens = 0
         """Tokens of these: what was not sampled a second time."""
+        self.joined = 0
+        """Replicas that came while the run went on, and served."""
+        self.left: list[str] = []
+        """What became of those that left, a line each."""
         self._restart = restart
         self._max_restarts = max_restarts
         self._health_every_s = health_every_s
         self._health_timeout_s = health_timeout_s
+        self._places = places
+        self._min = min_replicas
+        self._max = len(replicas) if max_replicas is None else max_replicas
+        self._below_min_s = below_min_s
+        self._newcomers: set[Member] = set()
+        self._over = False
+        """Nobody is waited for any more."""
         self._newest = 0
         self._limits = Deadlines()
 
@@ -123,11 +146,11 @@ class GeneratorPool:
         def met_or_hopeless() -> bool:
             nonlocal met
             met = bool(condition(self))
-            return met or self._all_lost()
+            return met or self._is_hopeless()
 
         await self._changed.until(met_or_hopeless)
         if not met:
-            raise self._none_left()
+            raise self._too_few()
 
     # Work.
 
@@ -236,6 +259,10 @@ class GeneratorPool:
         for member in members:
             if member.state == "joining" and member.life:
                 log.warning("%s is back, at version %d", member.name, version)
+            elif member in self._newcomers and member.state == "joining":
+                self._newcomers.discard(member)
+                self.joined += 1
+                log.info("%s has joined, at version %d", member.name, version)
             member.let_in(version)
 
     async def sleep(self) -> list[Asleep]:
@@ -268,22 +295,52 @@ class GeneratorPool:
         member.started()
 
     async def supervise(self) -> None:
-        """Watch the replicas and restart those that die, until cancelled.
+        """Watch the replicas, restart those that die, and take in others where there is room.
 
-        Raises NoGeneratorError when all are dead and none may be restarted.
+        Runs until it is cancelled, or until all are dead and none may be restarted or join.
         """
         async with asyncio.TaskGroup() as group:
-            for seat, member in enumerate(self.members):
-                group.create_task(self._keep(seat), name=f"keep {member.name}")
-        raise self._none_left()
+            for member in self.members:
+                group.create_task(self._keep(member), name=f"keep {member.name}")
+            if self._places is not None:
+                group.create_task(self._take_in(group, self._places), name="take in generators")
 
-    async def _keep(self, seat: int) -> None:
-        """Watch the replica in this seat; after each death another takes it, as long as that is allowed."""
+    async def shortage(self) -> NoGeneratorError:
+        """Wait until too few replicas are left, and for too long; the error that says so.
+
+        From then on nobody is waited for: what finds no replica raises NoGeneratorError.
+        """
         while True:
-            member = self.members[seat]
+            await self._changed.until(lambda: self._left() < self._min)
+            if self._places is not None:
+                log.warning(
+                    "%d generators are left, generators.min = %d: waiting %g s for others to join",
+                    self._left(),
+                    self._min,
+                    self._below_min_s,
+                )
+                try:
+                    async with asyncio.timeout(self._below_min_s):
+                        await self._changed.until(lambda: self._left() >= self._min)
+                    continue
+                except TimeoutError:
+                    pass
+            error = self._too_few()
+            self._over = True
+            self._changed.notify()
+            return error
+
+    async def _keep(self, member: Member) -> None:
+        """Watch a replica; after each death another takes its place, as long as there is one and it may."""
+        if member in self._newcomers:
+            await self._bring_up(member)
+        while True:
             await member.watch(self._health_every_s, self._health_timeout_s)
             # Before anything else: a hung receiver holds up a push for as long as its sockets are open.
             await self._kill(member)
+            if await self._has_lost_its_place(member):
+                self._leave(member)
+                return
             if self._is_lost(member):
                 return
             again = 0 if member.completed else member.fruitless
@@ -292,13 +349,57 @@ class GeneratorPool:
             await asyncio.sleep(delay_s)
             assert self._restart is not None
             fresh = Member(self._restart(member.name), self._member_changed, member.life + 1, again + 1)
-            self.members[seat] = fresh
+            self.members[self.members.index(member)] = fresh
+            self._newcomers.discard(member)
             self.restarts += 1
             self._member_changed()
-            try:
-                await self._start(fresh)
-            except Exception as error:  # noqa: BLE001  whatever kept it from starting, it counts as a death
-                fresh.give_up(f"it could not be started: {type(error).__name__}: {error}")
+            await self._bring_up(fresh)
+            member = fresh
+
+    async def _bring_up(self, member: Member) -> None:
+        """Start a replica; what keeps it from starting is its death."""
+        guard = asyncio.create_task(self._guard(member), name=f"place of {member.name}")
+        try:
+            await self._start(member)
+        except Exception as error:  # noqa: BLE001  whatever kept it from starting, it counts as a death
+            member.give_up(f"it could not be started: {type(error).__name__}: {error}")
+        finally:
+            guard.cancel()
+            await asyncio.gather(guard, return_exceptions=True)
+
+    async def _guard(self, member: Member) -> None:
+        """Give up a replica that starts on a node that is gone, which would start for ever."""
+        while self._places is not None and member.state == "starting":
+            await asyncio.sleep(_PLACE_CHECK_S)
+            if await self._has_lost_its_place(member):
+                member.give_up("its node went away while it started")
+
+    async def _has_lost_its_place(self, member: Member) -> bool:
+        return self._places is not None and not await self._places.is_there(member.name)
+
+    async def _take_in(self, keepers: asyncio.TaskGroup, places: Places) -> None:
+        """Have others join wherever there is room, as long as there are fewer than there may be."""
+        while True:
+            await self._changed.until(lambda: self._left() < self._max)
+            member = Member(await places.another(), self._member_changed)
+            log.info("%s is started", member.name)
+            self._newcomers.add(member)
+            self.members.append(member)
+            self._member_changed()
+            keepers.create_task(self._keep(member), name=f"keep {member.name}")
+
+    def _leave(self, member: Member) -> None:
+        """Its node went away, and it with that."""
+        self.members.remove(member)
+        self._newcomers.discard(member)
+        self.left.append(f"{member.name} left with its node: {member.why}")
+        log.warning(
+            "%s left with its node; %d generators are left (generators.min = %d)",
+            member.name,
+            self._left(),
+            self._min,
+        )
+        self._member_changed()
 
     async def _kill(self, member: Member) -> None:
         try:
@@ -313,14 +414,21 @@ class GeneratorPool:
             return False
         return self._restart is None or (0 if member.completed else member.fruitless) >= self._max_restarts
 
-    def _all_lost(self) -> bool:
-        return all(self._is_lost(member) for member in self.members)
+    def _left(self) -> int:
+        """Replicas that are there, those included that start or are to be restarted."""
+        return sum(not self._is_lost(member) for member in self.members)
 
-    def _none_left(self) -> NoGeneratorError:
-        why = "; ".join(f"{m.name} after {m.life} restarts: {m.why}" for m in self.members)
+    def _is_hopeless(self) -> bool:
+        """No replica is left, and none comes."""
+        return self._over or (self._places is None and self._left() == 0)
+
+    def _too_few(self) -> NoGeneratorError:
+        lost = [f"{m.name} after {m.life} restarts: {m.why}" for m in self.members if self._is_lost(m)]
+        left = self._left()
+        what = f"{left} generator{'s are' if left > 1 else ' is'}" if left else "no generator is"
         return NoGeneratorError(
-            f"no generator is left (generators.max_restarts = {self._max_restarts} in a row "
-            f"without a completed group): {why}"
+            f"{what} left, generators.min = {self._min} (generators.max_restarts = {self._max_restarts} in a "
+            f"row without a completed group): {'; '.join([*lost, *self.left])}"
         )
 
     async def probe(self, members: Sequence[Member]) -> None:
@@ -351,6 +459,8 @@ class GeneratorPool:
         return {
             "generator/replicas_live": float(len(self.live)),
             "generator/restarts": float(self.restarts),
+            "generator/joined": float(self.joined),
+            "generator/left": float(len(self.left)),
             "generator/continued_samples": float(self.continued_samples),
             "generator/continued_tokens": float(self.continued_tokens),
         }

@@ -24,7 +24,7 @@ from asyncrl.learners.base import StepResult
 from asyncrl.learners.packing import RankPlan, plan_step
 from asyncrl.learners.ranks import STATE_LANE, RayRanks, free_port
 from asyncrl.learners.samples import SentGroup, rank_step, sent_groups
-from asyncrl.placement import actor_options, pin_process
+from asyncrl.placement import Placement, pin_process, rank_options
 from asyncrl.roles.worker import annotated
 from asyncrl.types import Annotation, AnnotationMeta, Batch, GroupMeta
 
@@ -89,20 +89,18 @@ class RayCritic:
         self,
         config: Config,
         model_path: str,
+        placement: Placement,
         *,
-        host: str,
         cores: Sequence[tuple[int, ...] | None],
-        gpus: int,
     ) -> None:
         self._config = config
         ranks = config.critic.ranks
+        host = placement.host("critic")
         self._ranks = RayRanks(
             "critic",
             [
-                _RemoteCritic.options(**actor_options(gpus)).remote(
-                    config, model_path, rank, host, cores[rank]
-                )
-                for rank in range(ranks)
+                _RemoteCritic.options(**options).remote(config, model_path, rank, host, cores[rank])
+                for rank, options in enumerate(rank_options(placement, "critic", ranks))
             ],
         )
         self._together = config.critic.zero_stage == 3

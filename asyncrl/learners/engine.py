@@ -36,6 +36,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learners.optimizer_state import OptimizerState, StateCopy
 from asyncrl.learners.state_files import Part, SavedState, write_state
 from asyncrl.learners.tensor import TensorParallel, whole_tensors
+from asyncrl.network import interface_towards
 
 _LARGEST_BUCKET = 500_000_000
 """DeepSpeed's own default for reduce and all-gather buckets, in elements."""
@@ -315,6 +316,10 @@ class TrainingEngine:
             use_libuv=True,
         )
         backend = "nccl" if self.device.type == "cuda" else "gloo"
+        interface = interface_towards(host)
+        if interface is not None:
+            # Left to itself gloo listens where the host's name leads: to nobody else, on many machines.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         step_timeout = timedelta(seconds=self._settings.step_timeout_s)
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.world_size, timeout=step_timeout

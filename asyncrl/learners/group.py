@@ -25,7 +25,7 @@ from asyncrl.learners.base import LearnerInfo, LearnerRank, PushReport, StepResu
 from asyncrl.learners.packing import RankPlan, plan_step
 from asyncrl.learners.ranks import STATE_LANE, RayRanks, free_port
 from asyncrl.learners.samples import SentGroup, rank_step, sent_groups
-from asyncrl.placement import pin_process
+from asyncrl.placement import Placement, pin_process, rank_options
 from asyncrl.timeline import unix_offset
 from asyncrl.types import Batch, Float32Array, group_lag
 from asyncrl.weight_sync.base import Channel, PushGroupSpec, plan_buckets
@@ -142,17 +142,18 @@ _RemoteLearner: Any = ray.remote(concurrency_groups={_PUSH_LANE: 1, STATE_LANE: 
 def learner_actors(
     config: Config,
     model_path: str,
+    placement: Placement,
     *,
-    host: str,
     cores: Sequence[tuple[int, ...] | None],
-    options: Sequence[Mapping[str, Any]],
+    options: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Any]:
-    """A Ray actor for each rank, with the ``options`` that place it; ranks meet on ``host``."""
+    """A Ray actor for each rank, in its place, or with the ``options`` that place it."""
+    if options is None:
+        options = rank_options(placement, "learner", config.learner.ranks)
+    host = placement.host("learner")
     return [
-        _RemoteLearner.options(**options[rank]).remote(
-            config, model_path, rank, host, cores[rank], str(Path.cwd())
-        )
-        for rank in range(config.learner.ranks)
+        _RemoteLearner.options(**of_rank).remote(config, model_path, rank, host, cores[rank], str(Path.cwd()))
+        for rank, of_rank in enumerate(options)
     ]
 
 

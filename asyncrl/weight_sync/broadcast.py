@@ -27,6 +27,7 @@ import torch
 import torch.distributed
 
 from asyncrl.errors import WeightSyncError
+from asyncrl.network import own_address
 from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec, plan_buckets
 from asyncrl.weight_sync.verify import ChecksumBuilder, Method
 
@@ -209,15 +210,8 @@ def create_group(store: Any, spec: PushGroupSpec) -> Any:
     gloo = dist.ProcessGroupGloo._Options()
     gloo._timeout = timeout
     # Bound to the interface that the store is reached on: loopback stays loopback.
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(spec.host))]
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(spec.host))]
     return dist.ProcessGroupGloo(store, spec.rank, spec.world_size, gloo)
-
-
-def _own_address(peer: str) -> str:
-    """This machine's address on the route to ``peer``; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))
-        return str(probe.getsockname()[0])
 
 
 def _flat(bucket: Sequence[TensorSpec], device: torch.device) -> torch.Tensor:

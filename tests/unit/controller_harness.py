@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from asyncrl.checkpoint.saver import Saver
 from asyncrl.config import Config
 from asyncrl.config_load import parse_config
 from asyncrl.controller import Controller, Summary
@@ -28,6 +29,7 @@ from asyncrl.run import make_canary
 from asyncrl.simulate.clock import run_virtual
 from asyncrl.turns import ColocatedTurns, NoTurns, Turns
 from asyncrl.types import Metrics, ReadyGroup, Task
+from asyncrl.waiting import Signal
 from asyncrl.weight_sync.publish import WeightPublisher
 from asyncrl.weight_sync.relabel import RelabelPublisher
 
@@ -99,6 +101,51 @@ class Log:
         """Not looked at."""
 
 
+class ScriptedCluster:
+    """Nodes with room for a generator each, which come and go; ``Places`` of a pool.
+
+    ``make`` makes what joins.
+    """
+
+    def __init__(self, make: Callable[[], ScriptedGenerator] = ScriptedGenerator) -> None:
+        self.rooms = 0
+        """Nodes that nobody is on."""
+        self.engines: dict[str, ScriptedGenerator] = {}
+        """The newest of each name whose node is there."""
+        self._make = make
+        self._changed = Signal()
+        self._names = count()
+        self._host: Callable[[ScriptedGenerator], RolloutHost]
+
+    def open(
+        self, generators: list[ScriptedGenerator], host: Callable[[ScriptedGenerator], RolloutHost]
+    ) -> None:
+        """Put those that a run starts with on a node each; what joins is appended to ``generators``."""
+        self.engines = {f"generator {next(self._names)}": generator for generator in generators}
+        self._generators = generators
+        self._host = host
+
+    def add(self) -> None:
+        """Another node."""
+        self.rooms += 1
+        self._changed.notify()
+
+    def remove(self, name: str) -> None:
+        """The node of this generator goes away, and it with that."""
+        self.engines.pop(name).die("its node went away")
+
+    async def is_there(self, name: str) -> bool:
+        return name in self.engines
+
+    async def another(self) -> LocalReplica:
+        await self._changed.until(lambda: self.rooms > 0)
+        self.rooms -= 1
+        name, engine = f"generator {next(self._names)}", self._make()
+        self.engines[name] = engine
+        self._generators.append(engine)
+        return LocalReplica(name, self._host(engine))
+
+
 @dataclass
 class Outcome:
     summary: Summary
@@ -121,10 +168,13 @@ def run(
     spare: Callable[[], ScriptedGenerator] | None = None,
     roles: Sequence[Role] = (),
     reward_model: RewardModelGroup | None = None,
+    cluster: ScriptedCluster | None = None,
+    saver: Saver | None = None,
 ) -> Outcome:
     """Run to the end, then check what has to hold of every run. ``during`` is awaited beside it.
 
-    ``spare`` makes the generator that takes a dead one's place; without it the dead stay dead.
+    ``spare`` makes the generator that takes a dead one's place; without it the dead stay dead. In a
+    ``cluster`` they leave with their nodes, and others join.
     """
     generators = generators or [ScriptedGenerator()]
     learner = learner or ScriptedLearner(max_staleness=settings.schedule.max_staleness, step_s=1.0)
@@ -143,8 +193,14 @@ def run(
             generators.append(spare())
             return LocalReplica(name, host(generators[-1]))
 
+        if cluster is not None:
+            cluster.open(generators, host)
         pool = GeneratorPool(
             [LocalReplica(f"generator {i}", host(g)) for i, g in enumerate(generators)],
+            places=cluster,
+            min_replicas=settings.generators.fewest,
+            max_replicas=settings.generators.max or len(generators),
+            below_min_s=settings.generators.below_min_s,
             restart=restart if spare is not None else None,
             max_restarts=settings.generators.max_restarts,
             health_every_s=settings.generators.health_every_s,
@@ -197,6 +253,7 @@ def run(
             annotator=annotator,
             reference=reference,
             turns=turns,
+            saver=saver,
         )
         log.check = controller.ledger.check
         outcome = Outcome(None, log, learner, generators, controller)  # type: ignore[arg-type]

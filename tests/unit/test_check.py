@@ -17,7 +17,8 @@ from asyncrl.config_load import parse_config
 from asyncrl.doctor import examine, findings_table
 from asyncrl.errors import ConfigError, DataError, PlacementError
 from asyncrl.models.tokenizer import character_tokenizer
-from asyncrl.placement import Placement, _require_gpus
+from asyncrl.nodes import Node, require_total
+from asyncrl.placement import Placement, demands_of
 from asyncrl.plan import effective_depth, slots_text
 
 ROWS = "".join(json.dumps({"question": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(40))
@@ -232,10 +233,10 @@ def test_reward_models_that_cannot_be_had(folder: Path) -> None:
 
 def test_a_reward_model_counts_among_the_gpus(folder: Path) -> None:
     config = config_of(folder, "reward_model={path: x, replicas: 3, device: cuda}")
-    placement = Placement(1, 1, "host", {"reward_model": 1})
-    _require_gpus(config, placement, 5)
-    with pytest.raises(PlacementError, match=r"3 of the reward_model need 5 GPUs, the cluster has 4"):
-        _require_gpus(config, placement, 4)
+    demands = list(demands_of(config, Placement(1, 1, {"reward_model": 1})).values())
+    require_total([Node("a", "10.0.0.1", "a", 8.0, 5)], demands)
+    with pytest.raises(PlacementError, match=r"3 reward_model actors need 5 GPUs, the cluster has 4"):
+        require_total([Node("a", "10.0.0.1", "a", 8.0, 4)], demands)
 
 
 @pytest.mark.parametrize(

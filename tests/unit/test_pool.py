@@ -103,8 +103,8 @@ def test_a_hung_replica_is_noticed_within_interval_and_deadline_and_fails_its_re
         with pytest.raises(GeneratorError, match=r"no answer to a ping in 3.5 s"):
             await group
         noticed = loop.time() - since
-        with pytest.raises(NoGeneratorError, match="no answer to a ping"):
-            await supervisor
+        assert "no answer to a ping" in str(await pool.shortage())
+        await supervisor
         with pytest.raises(NoGeneratorError):
             await pool.run_group(request())
         return noticed
@@ -196,10 +196,10 @@ def test_restarts_back_off_and_end_after_max_restarts_without_a_completed_group(
         first = fast()
         pool = await started(first, restart=stillborn, max_restarts=4)
         first.die()
-        with pytest.raises(
-            NoGeneratorError, match=r"max_restarts = 4 .* generator 0 after 4 restarts: no memory"
-        ):
-            await pool.supervise()
+        await pool.supervise()
+        why = str(await pool.shortage())
+        assert "no generator is left, generators.min = 1 (generators.max_restarts = 4 in a row" in why
+        assert "generator 0 after 4 restarts: no memory" in why
 
     run_virtual(main())
     waits = [after - before for before, after in itertools.pairwise(deaths)]
