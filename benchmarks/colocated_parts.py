@@ -26,10 +26,10 @@ from asyncrl.live_bytes import live_bytes
 from asyncrl.types import DrawKey, GenerationRequest, SamplingParams
 from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec, plan_buckets
 
-SLOTS, MAX_SEQUENCE, ANSWER = 16, 512, 480
+SLOTS, MAX_SEQUENCE, ANSWER = 16, 256, 224
 TOKENS_A_TURN = 4 * SLOTS
 BUCKET_BYTES = 32 << 20
-TIMEOUT_S = 300.0
+TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
