@@ -123,9 +123,9 @@ def _leaving(config: Config) -> list[str]:
         )
     if workers > 1:
         problems.append(
-            f"generators.vllm: found tensor_parallel_size * pipeline_parallel_size = {workers} with "
+            f"generators.vllm.tensor_parallel_size: found {workers} with "
             "placement.mode colocated; expected 1, because a replica shares the one device of its learner "
-            "rank: set both to 1, or placement.mode to split"
+            "rank: set it to 1, or placement.mode to split"
         )
     return problems
 

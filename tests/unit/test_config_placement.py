@@ -77,8 +77,8 @@ VLLM = ("generators.backend=vllm",)
             ("learner.zero_stage: found 0 with learner.device 'cuda'", "expected 2"),
         ),
         (
-            ("generators.vllm.tensor_parallel_size=2", "generators.vllm.pipeline_parallel_size=2"),
-            ("generators.vllm: found tensor_parallel_size * pipeline_parallel_size = 4", "expected 1"),
+            ("generators.vllm.tensor_parallel_size=2",),
+            ("generators.vllm.tensor_parallel_size: found 2 with placement.mode colocated", "expected 1"),
         ),
         (
             ("generators.vllm.enable_sleep_mode=true",),
