@@ -2,8 +2,9 @@
 
 Invariants:
 - A call of a session ends in exactly one of a Step, an EnvironmentFaultError, or its waiter's cancellation.
-- A session stays in the process that it began in. One that hangs fails alone: its process takes no new
-  sessions, another takes its place at once, and it is killed when its other sessions are over.
+- A session stays in the process that it began in. One that hangs fails alone, also where nobody waits for it
+  any more: its process takes no new sessions, another takes its place at once, and it is killed when its
+  other sessions are over.
 - When a process dies, the sessions in it fail, and another takes its place.
 - After ``close`` no process is left.
 """
@@ -46,12 +47,28 @@ _TOOLS = "tools"
 
 
 @dataclass(slots=True, eq=False)
+class _Call:
+    """Something that an environment was asked, and has not answered."""
+
+    what: str
+    answer: asyncio.Future[list[Any]]
+    timer: asyncio.TimerHandle
+
+    def fail(self, error: EnvironmentFaultError) -> None:
+        """End it with ``error``, unless its waiter was cancelled."""
+        self.timer.cancel()
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+@dataclass(slots=True, eq=False)
 class _Home:
     """One worker process with its sessions."""
 
     process: WorkerProcess
     sessions: set[int] = field(default_factory=set)
-    pending: dict[int, asyncio.Future[list[Any]]] = field(default_factory=dict)
+    pending: dict[int, _Call] = field(default_factory=dict)
+    """By number; those whose waiter was cancelled stay until they are answered or late."""
     hung: bool = False
     """A call of it never came back: it takes no more sessions, and goes with its last one."""
 
@@ -109,37 +126,23 @@ class EnvironmentPool:
             yield session
         finally:
             home.sessions.discard(session.number)
-            if session.begun and not session.hung and home in self._homes:
+            if session.begun and home in self._homes:
                 # Nobody waits for it: what its close does is of no concern to the trajectory any more.
                 home.send([0, session.number, "close", None])
-            if home.hung and not home.sessions:
-                home.process.signal()
+            self._end_if_left(home)
 
     async def call(self, session: Session, verb: str, argument: Any) -> Step:
         """Have the session's environment do something, within ``environment.timeout_s``."""
-        home, timeout_s = session.home, self._section.timeout_s
-        self._next_id += 1
-        call_id = self._next_id
-        answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        what = f"{session.uid}: {verb} of environment {self._section.path!r}"
+        home, what = session.home, f"{session.uid}: {verb} of environment {self._section.path!r}"
         if home not in self._homes:
             raise EnvironmentWorkerError(f"{what}: its process has ended")
-        home.pending[call_id] = answer
+        self._next_id += 1
+        call_id = self._next_id
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._section.timeout_s, self._late, home, call_id)
+        call = home.pending[call_id] = _Call(what, loop.create_future(), timer)
         home.send([call_id, session.number, verb, argument])
-        try:
-            async with asyncio.timeout(timeout_s):
-                kind, payload = await answer
-        except TimeoutError:
-            session.hung = True
-            self._leave(home)
-            raise EnvironmentTimeoutError(
-                f"{what} had not answered after environment.timeout_s = {timeout_s:g} s"
-            ) from None
-        except asyncio.CancelledError:
-            session.hung = not answer.done()
-            raise
-        finally:
-            home.pending.pop(call_id, None)
+        kind, payload = await call.answer
         if kind == wire.DONE:
             messages, done, reward = payload
             return Step(tuple(messages), done, reward)
@@ -223,31 +226,39 @@ class EnvironmentPool:
         try:
             while messages := await replies.read():
                 for call_id, kind, payload in messages:
-                    waiter = home.pending.get(call_id)
-                    if waiter is not None and not waiter.done():
-                        waiter.set_result([kind, payload])
+                    call = home.pending.pop(call_id, None)
+                    if call is not None:
+                        call.timer.cancel()
+                        if not call.answer.done():
+                            call.answer.set_result([kind, payload])
+        except Exception:
+            logger.exception("what an environment worker sent cannot be read; it is given up")
         finally:
             self._homes.remove(home)
             await asyncio.shield(home.process.kill())
             code = home.process.popen.returncode
-            for waiter in home.pending.values():
-                if not waiter.done():
-                    waiter.set_exception(
-                        EnvironmentWorkerError(
-                            f"the process that ran environment {self._section.path!r} ended with code {code}"
-                            "; another took its place"
-                        )
-                    )
+            for call in home.pending.values():
+                text = f"{call.what}: its process ended with code {code}; another took its place"
+                call.fail(EnvironmentWorkerError(text))
+            home.pending.clear()
             async with self._changed:
                 self._changed.notify_all()
 
-    def _leave(self, home: _Home) -> None:
-        """Give up a process with a call that hangs: no new sessions, and its end after the last one."""
+    def _late(self, home: _Home, call_id: int) -> None:
+        """A call was not answered in time: its process takes no new sessions, and ends after the last one."""
+        call = home.pending.pop(call_id)
+        limit = f"environment.timeout_s = {self._section.timeout_s:g} s"
+        call.fail(EnvironmentTimeoutError(f"{call.what} had not answered after {limit}"))
         if not home.hung:
             home.hung = True
             task = asyncio.create_task(self._tell(), name="an environment worker leaves")
             self._leavers.add(task)
             task.add_done_callback(self._leavers.discard)
+        self._end_if_left(home)
+
+    def _end_if_left(self, home: _Home) -> None:
+        if home.hung and not home.sessions:
+            home.process.signal()
 
     async def _tell(self) -> None:
         async with self._changed:
@@ -262,7 +273,6 @@ class Session:
         self.number = number
         self.uid = uid
         self.begun = False
-        self.hung = False
         self._pool = pool
 
     async def reset(self, row: Mapping[str, Any]) -> tuple[Message, ...]:

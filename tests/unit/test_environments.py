@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
-from asyncrl.config import DataSection, EnvironmentSection
+from asyncrl.algorithms.aggregation import StepCounts
+from asyncrl.config import AlgorithmSection, DataSection, EnvironmentSection
 from asyncrl.config_load import parse_config
 from asyncrl.environments.multi_turn import MultiTurn
 from asyncrl.environments.pool import EnvironmentPool
@@ -27,8 +29,14 @@ from asyncrl.errors import (
     EnvironmentValueError,
     EnvironmentWorkerError,
 )
+from asyncrl.learners.base import TrainSample
+from asyncrl.learners.collate import collate
+from asyncrl.learners.objective import Objective, Tally
+from asyncrl.learners.policy import selected_logits
 from asyncrl.models.tokenizer import EOS, character_tokenizer
-from asyncrl.types import Completion, FinishReason, SamplingParams, Task
+from asyncrl.types import Completion, FinishReason, SamplingParams, Task, Trajectory
+from tests.unit.recorded_batches import VOCABULARY
+from tests.unit.test_loss_split import policy
 
 USER_CODE = """
 import asyncio, os, threading, time
@@ -212,6 +220,17 @@ async def test_one_that_hangs_is_left_behind_and_its_neighbours_finish(folder: P
         await asyncio.to_thread(process.wait, 10)
 
 
+async def test_a_call_that_nobody_waits_for_any_more_does_not_burn_on(folder: Path) -> None:
+    async with pool_of(folder, timeout_s=3.0) as pool:
+        async with pool.session("train-0") as session:
+            await session.reset({})
+            process = psutil.Process(int((await session.step(said("pid"))).messages[0]["content"]))
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await session.step(said("hang"))
+        await asyncio.to_thread(process.wait, 30)
+
+
 async def test_a_process_that_dies_fails_its_sessions_and_is_replaced(folder: Path) -> None:
     async with pool_of(folder) as pool:
         async with pool.session("train-0") as a, pool.session("train-1") as b:
@@ -347,11 +366,11 @@ async def test_a_trajectory_is_what_was_sampled_with_the_environments_tokens_mas
 @pytest.mark.parametrize(
     ("settings", "words", "most", "text"),
     [
-        ({"max_turns": 2}, ["a", "b", "c"], 40, "a1:ab"),
-        ({}, ["aaaa", "b"], 9, "aaaa"),  # the observation would leave no token for another turn
-        ({}, ["aaaa", "bbbb", "c"], 12, "aaaa1:aaaabb"),
-        ({"max_turn_tokens": 2}, ["aaaa", "end"], 40, "aa1:aaen2:en"),
-        ({"max_time_s": 1e-9}, ["a", "b"], 40, "a"),
+        ({"max_turns": 2}, ["a", "b"], 40, "a1:ab"),
+        ({}, ["aaaa"], 10, "aaaa"),  # the observation would leave no token for another turn
+        ({}, ["aaaa", "bbbb"], 12, "aaaa1:aaaabb"),
+        ({"max_turn_tokens": 2, "max_turns": 2}, ["aaaa", "end"], 40, "aa1:aaen"),
+        ({"max_time_s": 1e-9}, ["a"], 40, "a"),
     ],
 )
 async def test_a_budget_that_is_used_up_ends_it_with_what_there_is(
@@ -361,10 +380,7 @@ async def test_a_budget_that_is_used_up_ends_it_with_what_there_is(
     async with pool_of(folder) as pool:
         play, tokenizer = rollout_of(pool, section)
         words = [*words, *["b" * 30] * 5]
-        if "max_turn_tokens" in settings:
-            section = section.model_copy(update={"max_turns": 3})
-            play, tokenizer = rollout_of(pool, section)
-        result = await play(task_of(tokenizer), ScriptedModel(words, most))
+    XX    result = await play(task_of(tokenizer), ScriptedModel(words, most))
     found = tokenizer.decode(result.token_ids)
     assert found.startswith(text)
     assert len(found) <= most
@@ -379,6 +395,49 @@ async def test_messages_of_reset_are_part_of_the_prompt(folder: Path) -> None:
         assert result.loss_mask.all()
         with pytest.raises(EnvironmentValueError, match=r"prompt of 23 tokens.*data\.max_prompt_tokens = 16"):
             await play(task_of(tokenizer, "x" * 20), ScriptedModel(["end"], most=40))
+
+
+async def test_no_gradient_comes_from_the_environments_tokens(folder: Path) -> None:
+    """The gradient of a step is that of a loss written out by hand over what was sampled, and nothing else."""
+    async with pool_of(folder) as pool:
+        play, tokenizer = rollout_of(pool, EnvironmentSection(path="user.py:Echo"))
+        result = await play(task_of(tokenizer), ScriptedModel(["abc", "d", "end"], most=40))
+    trajectory = Trajectory(
+        0,
+        0,
+        result.prompt_ids % VOCABULARY,
+        result.token_ids % VOCABULARY,
+        result.loss_mask,
+        result.logprobs,
+        np.zeros_like(result.versions),
+        1.0,
+        "stop",
+    )
+    sample = TrainSample(0, trajectory, advantage=1.0)
+    model = policy()
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    def by_hand(mask: np.ndarray) -> torch.Tensor:
+        tokens = torch.tensor([*trajectory.prompt_ids.tolist(), *trajectory.token_ids.tolist()])
+        logits = model(input_ids=tokens[None]).logits[0]
+        start = len(trajectory.prompt_ids) - 1
+        own = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0][start:]
+        weights = (own.detach() - torch.from_numpy(trajectory.logprobs).double()).exp().clamp(max=2.0)
+        return gradient(-(weights * own)[torch.from_numpy(mask)].sum() / int(result.loss_mask.sum()))
+
+    batch = collate([sample], 0, torch.device("cpu"))
+    algorithm = AlgorithmSection.model_validate({"correction": "tis"})
+    counts = StepCounts(int(result.loss_mask.sum()), 1)
+    objective = Objective(algorithm, temperature=1.0, max_staleness=2)
+    logits = selected_logits(model, batch.input_ids, batch.positions)
+    found = gradient(objective(logits, batch, counts, Tally(torch.device("cpu"))))
+    torch.testing.assert_close(found, by_hand(result.loss_mask), atol=1e-9, rtol=1e-7)
+    with_tools = by_hand(np.ones_like(result.loss_mask))
+    assert (found - with_tools).abs().max() > 1e-3, "the environment's tokens would have had a gradient"
 
 
 # --- tools ---

@@ -7,10 +7,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config import Config
@@ -151,14 +152,13 @@ def test_weights_hold_in_every_block_and_each_source_keeps_its_epochs(tmp_path: 
     ]
 
 
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=8), st.integers(0, 3 * BLOCK))
 def test_no_source_is_skipped_ahead_or_twice(weights: list[float], ordinal: int) -> None:
     """Up to any ordinal, a source's places are its own stream from the beginning."""
     shares = places(weights)
     assert sum(shares) == BLOCK
     assert all(abs(n - BLOCK * w / sum(weights)) <= 1 for n, w in zip(shares, weights, strict=True))
-    import numpy as np
-
     size = 10_000
     parts = [
         EpochOrder(np.arange(size * i, size * (i + 1)), seed=1, shuffle=False) for i in range(len(weights))

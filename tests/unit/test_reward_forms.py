@@ -116,7 +116,8 @@ def folder(tmp_path: Path) -> Path:
 @asynccontextmanager
 async def pool_of(folder: Path, *functions: Any, timeout_s: float = 60.0) -> AsyncIterator[RewardPool]:
     sections = [RewardFunctionSection.model_validate(f) for f in functions]
-    pool = RewardPool(sections, workers=1, timeout_s=timeout_s, folder=folder)
+    # OpenRLHF's functions import torch, which can take its time.
+    pool = RewardPool(sections, workers=1, timeout_s=timeout_s, folder=folder, start_timeout_s=300)
     await pool.start()
     try:
         yield pool
