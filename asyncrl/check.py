@@ -19,15 +19,26 @@ from typing import TYPE_CHECKING
 
 from asyncrl.algorithms.names import is_path
 from asyncrl.checkpoint.resume import require_usable
-from asyncrl.config import Config
+from asyncrl.config import Config, DataSection, EnvironmentSection, SourceSection
 from asyncrl.config_checks import length_problems
 from asyncrl.config_parallel import Heads, head_problems
+from asyncrl.data.forms import Form, recognise
 from asyncrl.data.prompts import load_prompts
-from asyncrl.data.sources import Row, Rows, open_source
-from asyncrl.data.templates import plain_text, prompt_key, prompt_messages
-from asyncrl.errors import ConfigError, DataError, DeadlineError, PlacementError, RewardError, UsageError
+from asyncrl.data.sources import Row, Rows, open_source, parts
+from asyncrl.data.templates import plain_text, prompt_messages
+from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.errors import (
+    ConfigError,
+    DataError,
+    DeadlineError,
+    EnvironmentFaultError,
+    PlacementError,
+    RewardError,
+    UsageError,
+)
 from asyncrl.model_files import ModelFiles
 from asyncrl.plan import ModelFacts, Plan, SampleScore
+from asyncrl.rewards.binder import Sample
 from asyncrl.rewards.pool import RewardPool
 
 if TYPE_CHECKING:
@@ -36,7 +47,7 @@ if TYPE_CHECKING:
 # Rows that are read before the tokenizer is there; the rest follow with it.
 _FIRST_ROWS = 2000
 # What a right completion is taken from, where the row has one, so that the score says something.
-_ANSWER_KEYS = ("solution", "answer")
+_ANSWER_KEYS = ("solution", "answer", "ground_truth")
 
 
 def validate(config: Config, folder: Path | None = None) -> Plan:
@@ -70,6 +81,8 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
         raise findings[0]
     if findings:
         raise UsageError("\n".join(map(str, findings)))
+    if config.environment is not None:
+        asyncio.run(_begin_environment(config.environment, folder, row))
     has_functions = bool(config.reward.functions)
     score = asyncio.run(_score_row(config, model, folder, row, prompt)) if has_functions else None
     reward_model.require_template()
@@ -281,12 +294,19 @@ def _other_models(config: Config, folder: Path) -> list[ModelFiles]:
 
 def _first_row(config: Config, folder: Path) -> tuple[Row, str]:
     """The first training row with its prompt as plain text, after a look at the first rows of all sources."""
-    train = _peek(open_source(config.data.train, folder))
-    key = prompt_key(config.data, list(train[0]))
-    if config.data.eval is not None and config.data.eval.holdout is None:
-        evaluation = _peek(open_source(config.data.eval, folder))
-        prompt_key(config.data, list(evaluation[0]))
-    return train[0], plain_text(prompt_messages(config.data, key, train[0], train.where(0)))
+    data = config.data
+    rows, form = _peeked(data, data.train, folder)[0]
+    for source in (data.eval, *data.eval_sets.values()):
+        if source is not None and source.holdout is None:
+            _peeked(data, source, folder)
+    prompt = plain_text(prompt_messages(data, form.prompt_key, rows[0], rows.where(0)))
+    return form.complete(rows[0]), prompt
+
+
+def _peeked(data: DataSection, source: SourceSection, folder: Path) -> list[tuple[Rows, Form]]:
+    """Each part of ``source``, its first rows read and recognised."""
+    opened = [_peek(open_source(part, folder)) for _, part in parts(source, "")]
+    return [(rows, recognise(data, rows[0])) for rows in opened]
 
 
 def _peek(rows: Rows) -> Rows:
@@ -295,24 +315,46 @@ def _peek(rows: Rows) -> Rows:
     return rows
 
 
+async def _begin_environment(section: EnvironmentSection, folder: Path, row: Row) -> None:
+    """Load the environment and begin one for real. Raises ConfigError."""
+    pool = EnvironmentPool(section.model_copy(update={"workers": 1}), folder=folder)
+    try:
+        await pool.start()
+        async with pool.session("the first row of data.train") as session:
+            await session.reset(row)
+    except (EnvironmentFaultError, DeadlineError) as error:
+        raise ConfigError(f"environment: {error}") from error
+    finally:
+        await pool.close()
+
+
 async def _score_row(config: Config, model: _Model, folder: Path, row: Row, prompt: str) -> SampleScore:
     """Load the reward functions, bind them to the row's columns, and call them on its own answer."""
     reward = config.reward
-    pool = RewardPool(reward.functions, workers=1, timeout_s=reward.timeout_s, folder=folder)
+    alone = config.reward_model is None and config.environment is None
+    pool = RewardPool(reward.functions, workers=1, timeout_s=reward.timeout_s, folder=folder, alone=alone)
     try:
         signatures = await pool.start()
         problems = [problem for signature in signatures for problem in signature.problems(row)]
         if problems:
             raise ConfigError("\n".join(problems))
         completion = str(next((row[key] for key in _ANSWER_KEYS if key in row), ""))
-        wants_ids = any("completion_ids" in (*s.required, *s.optional) for s in signatures)
+        wants_ids = any(s.wants_ids for s in signatures)
         ids = model.tokenizer(completion, add_special_tokens=False)["input_ids"] if wants_ids else []
-        score = await pool.score(row, prompt, completion, ids, "stop", uid="the first row of data.train")
+        uid = "the first row of data.train"
+        score = await pool.score(row, prompt, completion, ids, "stop", uid=uid)
+        total, parts = score.total, score.parts
+        if pool.scores_groups:
+            sample = Sample(row, prompt, completion, ids, "stop")
+            of_group = (await pool.score_group([sample], [parts], uid=uid))[0]
+            if isinstance(of_group, RewardError):
+                raise of_group
+            total, parts = total + of_group.total, {**parts, **of_group.parts}
     except (RewardError, DeadlineError) as error:
         raise ConfigError(f"reward.functions: {error}") from error
     finally:
         await pool.close()
-    return SampleScore(completion, score.total, score.parts)
+    return SampleScore(completion, total, parts)
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -28,6 +28,7 @@ from asyncrl.config_checks import (
     algorithm_problems,
     contradictions,
     creation_problems,
+    environment_problems,
     model_problems,
     source_problems,
 )
@@ -39,6 +40,9 @@ REWARD_MODEL = "reward_model"
 """The reward model's name as a role, and as that of its score beside those of reward functions."""
 
 Strategy = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
+ENVIRONMENT = "environment"
+"""The name of an environment's own reward beside those of reward functions."""
+
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -149,7 +153,8 @@ class ModelSection(Section):
 
 
 class SourceSection(Section):
-    """Where rows come from: exactly one of ``path``, ``hub``, ``reasoning_gym``, ``python``, ``holdout``."""
+    """Where rows come from: exactly one of ``path``, ``hub``, ``reasoning_gym``, ``python``, ``mixture``,
+    ``holdout``."""
 
     path: str | None = None
     """A .jsonl or .parquet file."""
@@ -171,11 +176,16 @@ class SourceSection(Section):
     """Seed of a reasoning-gym family, and of which prompts ``holdout`` takes; apart from ``run.seed``."""
     holdout: PositiveInt | None = None
     """For ``data.eval`` alone: hold out this many distinct prompts of ``data.train``, by text."""
+    mixture: tuple[SourceSection, ...] = ()
+    """Several sources as one. Without weights every row of all of them comes once an epoch."""
+    weight: PositiveFloat | None = None
+    """In a mixture: share of this source in what is trained on, beside the other weights. Each source then
+    goes through its rows at its own pace."""
 
     @model_validator(mode="before")
     @classmethod
-    def _from_path(cls, value: Any) -> Any:
-        return _from_path(value)
+    def _from_short(cls, value: Any) -> Any:
+        return {"mixture": value} if isinstance(value, (list, tuple)) else _from_path(value)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -185,11 +195,19 @@ class SourceSection(Section):
 
 class DataSection(Section):
     train: SourceSection
-    """Rows to train on. A plain string is taken as a path."""
+    """Rows to train on. A plain string is taken as a path, a list as a mixture."""
     eval: SourceSection | None = None
     """Held-out rows. Prompts that occur here, by text, are removed from training."""
+    eval_sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z][\w.-]*$")], SourceSection] = Field(
+        default_factory=dict
+    )
+    """More held-out rows, by name: each is measured by itself, as ``eval/<name>/reward_mean``."""
+    format: Literal["auto", "verl", "trl", "openrlhf", "skyrl", "reasoning_gym", "plain"] = "auto"
+    """Which project's columns the rows have; auto: told by the columns, and said at the start."""
     prompt_key: str | None = None
-    """Column of the prompt; null: the first of prompt, question, input, problem that exists."""
+    """Column of the prompt; null: that of the form, or the first of prompt, question, input, problem."""
+    label_key: str | None = None
+    """Column of what a right answer is, passed to rewards as ``ground_truth``; null: that of the form."""
     template: Literal["auto", "chat", "plain"] = "auto"
     """``chat`` applies the tokenizer's chat template, ``plain`` the text; auto: chat if there is one."""
     prompt_format: str = "{prompt}"
@@ -230,7 +248,8 @@ class RolloutSection(Section):
 
 class RewardFunctionSection(Section):
     path: str
-    """``package.module:function``, ``file.py:function``, or the name of a built-in reward."""
+    """``package.module:function``, ``file.py:function`` (a rubric object too), the http address of a reward
+    server, or the name of a built-in reward. What it is called with, its parameters say (docs/rewards.md)."""
     weight: float = 1.0
     """Factor in the sum."""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -241,7 +260,7 @@ class RewardFunctionSection(Section):
     @property
     def label(self) -> str:
         """Name in the metrics, and in the rewards of a trajectory."""
-        return self.name or self.path.rpartition(":")[2]
+        return self.name or ("remote" if "://" in self.path else self.path.rpartition(":")[2])
 
     @model_validator(mode="before")
     @classmethod
@@ -261,6 +280,43 @@ class RewardSection(Section):
     Never 0.0."""
     workers: PositiveInt = 1
     """Worker processes beside each generator."""
+
+
+class EnvironmentSection(Section):
+    """What the model acts in, over several turns; docs/environments.md says what it is."""
+
+    path: str
+    """``package.module:Class`` or ``file.py:Class``, or a function that makes one; ``tools`` for the built-in
+    environment over ``tools``."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments that each environment is made with."""
+    tools: tuple[str, ...] = ()
+    """Typed functions that the model may call, ``package.module:function`` or ``file.py:function``."""
+    max_turns: PositiveInt = 8
+    """The model's messages in one trajectory."""
+    max_turn_tokens: PositiveInt | None = None
+    """Tokens of one of them. Null: what is left of ``rollout.max_new_tokens``, which all turns share with
+    what the environment says."""
+    max_time_s: PositiveFloat | None = None
+    """Seconds after which no further turn begins; null: ``rollout.deadline_s`` alone."""
+    max_observation_chars: PositiveInt = 100_000
+    """Longest answer of the environment, in characters; a longer one fails its trajectory."""
+    timeout_s: PositiveFloat = 30.0
+    """Seconds that ``reset`` or one ``step`` may take before its trajectory fails."""
+    reward_weight: float = 1.0
+    """Factor of the environment's own reward, where it gives one, in the sum that is the reward."""
+    workers: PositiveInt = 1
+    """Worker processes beside each generator; each runs many environments."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return _from_path(value)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse(environment_problems(self))
+        return self
 
 
 class AlgorithmSection(Section):
@@ -768,6 +824,8 @@ class Config(Section):
     """Sampling for training."""
     reward: RewardSection = RewardSection()
     """What a good answer is."""
+    environment: EnvironmentSection | None = None
+    """What the model acts in; null: it answers the prompt, once."""
     reward_model: RewardModelSection | None = None
     """A model that says so too, in actors of its own; null: none."""
     algorithm: AlgorithmSection = AlgorithmSection()

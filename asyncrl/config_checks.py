@@ -28,20 +28,39 @@ if TYPE_CHECKING:
         AlgorithmSection,
         Config,
         CreateSection,
+        EnvironmentSection,
         ModelSection,
         SourceSection,
     )
 
-SOURCE_KINDS = ("path", "hub", "reasoning_gym", "python", "holdout")
+SOURCE_KINDS = ("path", "hub", "reasoning_gym", "python", "mixture", "holdout")
+_SMALLEST_SHARE = 1e-3
 
 
 def source_problems(source: SourceSection) -> list[str]:
-    """A source has exactly one kind."""
-    given = [kind for kind in SOURCE_KINDS if getattr(source, kind) is not None]
-    if len(given) == 1:
-        return []
-    found = " and ".join(given) if given else "none of them"
-    return [f"found {found}; expected exactly one of {', '.join(SOURCE_KINDS)}"]
+    """A source has exactly one kind; the parts of a mixture have rows, and all of them a weight or none."""
+    given = [kind for kind in SOURCE_KINDS if getattr(source, kind) not in (None, ())]
+    if len(given) != 1:
+        found = " and ".join(given) if given else "none of them"
+        return [f"found {found}; expected exactly one of {', '.join(SOURCE_KINDS)}"]
+    problems = [
+        f"mixture: found a part with {kind}; expected path, hub, reasoning_gym or python, which have rows"
+        for part in source.mixture
+        for kind in ("mixture", "holdout")
+        if getattr(part, kind) not in (None, ())
+    ]
+    weights = [part.weight for part in source.mixture]
+    known = [weight for weight in weights if weight is not None]
+    if known and len(known) < len(weights):
+        problems.append(
+            f"mixture: found a weight in {len(known)} of {len(weights)} sources; expected it in all or none"
+        )
+    elif known and min(known) / sum(known) < _SMALLEST_SHARE:
+        problems.append(
+            f"mixture: found weight {min(known):g} of {sum(known):g} in all; expected at least one in "
+            f"{1 / _SMALLEST_SHARE:g}"
+        )
+    return problems
 
 
 def model_problems(model: ModelSection) -> list[str]:
@@ -51,6 +70,15 @@ def model_problems(model: ModelSection) -> list[str]:
     if model.path is None and model.create is None:
         return ["found neither path nor create; expected a folder or hub name as path, or a create block"]
     return []
+
+
+def environment_problems(environment: EnvironmentSection) -> list[str]:
+    """Tools are for the built-in environment, which has nothing else."""
+    if (environment.path == "tools") == bool(environment.tools):
+        return []
+    if environment.tools:
+        return [f"tools: found them with path {environment.path!r}; expected path 'tools', or no tools"]
+    return ["tools: found none with path 'tools'; expected at least 1 function"]
 
 
 def creation_problems(create: CreateSection) -> list[str]:
@@ -217,7 +245,8 @@ def length_problems(config: Config, positions: int, name: str) -> list[str]:
     problems = []
     prompt = config.data.max_prompt_tokens
     lengths = [("rollout.max_new_tokens", config.rollout.max_new_tokens)]
-    if config.data.eval is not None and config.eval.max_new_tokens is not None:
+    evaluates = config.data.eval is not None or config.data.eval_sets
+    if evaluates and config.eval.max_new_tokens is not None:
         lengths.append(("eval.max_new_tokens", config.eval.max_new_tokens))
     for key, answer in lengths:
         if prompt + answer > positions:
@@ -393,9 +422,10 @@ def _critic(config: Config) -> list[str]:
 def _rewards(config: Config) -> list[str]:
     problems = []
     functions, model = config.reward.functions, config.reward_model
-    if not functions and model is None:
+    if not functions and model is None and config.environment is None:
         problems.append(
-            "reward.functions: found 0 entries; expected at least 1, or a reward_model that scores answers"
+            "reward.functions: found 0 entries; expected at least 1, or a reward_model or an environment "
+            "that scores answers"
         )
     names = [f.name for f in functions if f.name is not None]
     for name in sorted({n for n in names if names.count(n) > 1}):
@@ -417,6 +447,11 @@ def _other(config: Config) -> list[str]:
             "data.train.holdout: found it in data.train; expected it in data.eval alone, where it takes "
             "prompts away from data.train"
         )
+    for name, source in config.data.eval_sets.items():
+        if source.holdout is not None:
+            problems.append(
+                f"data.eval_sets: found holdout in {name}; expected it in data.eval alone, or rows of its own"
+            )
     if config.learner.warmup_steps > config.run.steps:
         problems.append(
             f"learner.warmup_steps: found {config.learner.warmup_steps}; expected at most run.steps = "

@@ -203,7 +203,7 @@ def _nearest(location: Sequence[int | str], schema: type[Config]) -> str:
 def _keys(location: Sequence[int | str], schema: type[Config]) -> list[str]:
     section: type[BaseModel] = schema
     for part in location:
-        if isinstance(part, str):
+        if isinstance(part, str) and part in section.model_fields:  # others name an entry of a block
             section = _section(section.model_fields[part].annotation) or section
     return list(section.model_fields)
 
@@ -212,15 +212,15 @@ def _all_paths(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield prefix + name
         inner = _section(field.annotation)
-        if inner is not None and get_origin(field.annotation) is not tuple:
+        if inner is not None and get_origin(field.annotation) not in (tuple, dict):
             yield from _all_paths(inner, f"{prefix}{name}.")
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section inside ``X``, ``X | None`` or ``tuple[X, ...]``."""
+    """The section inside ``X``, ``X | None``, ``tuple[X, ...]`` or ``dict[str, X]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if get_origin(annotation) in (Union, UnionType, tuple):
+    if get_origin(annotation) in (Union, UnionType, tuple, dict):
         found = (_section(argument) for argument in get_args(annotation))
         return next((section for section in found if section is not None), None)
     return None

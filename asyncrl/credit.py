@@ -22,7 +22,7 @@ from asyncrl.algorithms.names import NEEDING_GREEDY
 from asyncrl.algorithms.normalisation import EPSILON, Moments
 from asyncrl.algorithms.pairs import pair_signs
 from asyncrl.algorithms.shaping import RewardShaping
-from asyncrl.config import REWARD_MODEL, Config
+from asyncrl.config import ENVIRONMENT, REWARD_MODEL, Config
 from asyncrl.types import GroupMeta, TrajectoryMeta
 
 _LENGTH = ""
@@ -39,6 +39,8 @@ class CreditAssignment:
         self._normalisation = algorithm.reward_normalisation
         self._by_function = algorithm.objectives == "normalised"
         self._weights = {f.label: f.weight for f in config.reward.functions} | {_LENGTH: 1.0}
+        if config.environment is not None:
+            self._weights[ENVIRONMENT] = config.environment.reward_weight
         if config.reward_model is not None:
             self._weights[REWARD_MODEL] = config.reward_model.weight
         self._shaping = RewardShaping(
@@ -124,7 +126,9 @@ class CreditAssignment:
 
     def _objectives(self, answer: TrajectoryMeta) -> dict[str, float]:
         """Each reward function's own clipped value by name, and the penalties for length."""
-        values = {name: self._shaping.clipped(answer.rewards[name]) for name in answer.rewards}
+        # What functions say beside their rewards stands there too, and is no objective.
+        own = {name: value for name, value in answer.rewards.items() if name in self._weights}
+        values = {name: self._shaping.clipped(value) for name, value in own.items()}
         return values | {_LENGTH: self._shaping.penalised(0.0, answer.response_tokens)}
 
     def _decoupled(self, metas: Sequence[GroupMeta]) -> list[tuple[float, ...]]:

@@ -133,6 +133,26 @@ class RewardWorkerError(RewardError):
     """The process that ran the user's reward function died."""
 
 
+class EnvironmentFaultError(RolloutError):
+    """A user's environment failed; its trajectory alone is lost."""
+
+
+class EnvironmentRaisedError(EnvironmentFaultError):
+    """It raised, or could not be made."""
+
+
+class EnvironmentTimeoutError(EnvironmentFaultError):
+    """It did not answer within ``environment.timeout_s``."""
+
+
+class EnvironmentValueError(EnvironmentFaultError):
+    """It returned something that is no observation, or one that is too long."""
+
+
+class EnvironmentWorkerError(EnvironmentFaultError):
+    """The process that ran it died."""
+
+
 class InfrastructureError(AsyncRLError):
     """A part of the system failed; the work is retried elsewhere, or the run ends."""
 

@@ -5,6 +5,7 @@ Invariants:
   replica had of a prompt is of that version too, and is continued by another that holds it.
 - It stands outside the staleness budget and the ledger.
 - The reward model, if there is one, scores them as it scores what is trained on.
+- ``eval/reward_mean`` is that of the set without a name; where all have one, of all their answers.
 - Items are keyed by ordinal, never by prompt text. A sample that fails is counted, never scored 0.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineError, LostGroupError, NothingTrainableError, VersionGoneError
@@ -21,12 +22,13 @@ from asyncrl.generators.pool import GeneratorPool
 from asyncrl.roles.reward_group import RewardModelGroup
 from asyncrl.rollout import GroupRequest
 from asyncrl.snapshot import Salvage
-from asyncrl.types import GroupMeta, Metrics, SampleFailure, SamplingParams, Task
+from asyncrl.types import GroupMeta, Metrics, SampleFailure, SamplingParams, Task, TrajectoryMeta
 
 log = logging.getLogger(__name__)
 
 # Draws of an evaluation never coincide with those of training.
 _SEED_OFFSET = 1 << 32
+_UNNAMED = ""
 
 
 class Evaluator:
@@ -38,10 +40,13 @@ class Evaluator:
         tasks: Sequence[Task],
         config: Config,
         reward_model: RewardModelGroup | None = None,
+        sets: Mapping[str, Sequence[Task]] | None = None,
     ) -> None:
+        """``sets``: more tasks, by the name of their set; ordinals differ through all of them."""
         self._pool = pool
         self._reward_model = reward_model
-        self._tasks = tasks
+        self._sets = {_UNNAMED: tasks, **(sets or {})} if tasks else dict(sets or {})
+        self._tasks = tuple(task for members in self._sets.values() for task in members)
         self._config = config
         settings = config.eval
         self._sampling = SamplingParams(
@@ -130,24 +135,41 @@ class Evaluator:
                     lost += [SampleFailure(i, 0, kind, str(error)) for i in range(request.samples)]
 
     def _summarise(self, version: int, done: Sequence[GroupMeta], lost: Sequence[SampleFailure]) -> Metrics:
-        trajectories = [t for meta in done for t in meta.trajectories]
+        answers = {meta.uid: meta.trajectories for meta in done}
+        by_set = {
+            name: [t for task in tasks for t in answers.get(task.uid, ())]
+            for name, tasks in self._sets.items()
+        }
+        everything = [t for own in by_set.values() for t in own]
+        main = by_set.pop(_UNNAMED, everything)
         failures = [*(f for meta in done for f in meta.failures), *lost]
-        if not trajectories:
+        if not main:
             raise NothingTrainableError(
                 f"evaluation of version {version}: all {len(failures)} samples failed, the first with "
                 f"{failures[0].kind}: {failures[0].message}"
             )
         metrics: Metrics = {
-            "eval/reward_mean": statistics.fmean(t.reward for t in trajectories),
-            "eval/response_length_mean": statistics.fmean(t.response_tokens for t in trajectories),
-            "eval/clip_ratio": statistics.fmean(t.finish_reason == "length" for t in trajectories),
+            **_figures("eval", main),
             "eval/prompts": float(len(done)),
             "eval/failed": float(len(failures)),
             "eval/policy_version": float(version),
         }
-        names = {name for t in trajectories for name in t.rewards}
-        if len(names) > 1:
-            for name in sorted(names):
-                values = [t.rewards[name] for t in trajectories if name in t.rewards]
-                metrics[f"eval/{name}_mean"] = statistics.fmean(values)
+        for name, own in by_set.items():
+            if own:
+                metrics |= _figures(f"eval/{name}", own)
         return metrics
+
+
+def _figures(prefix: str, trajectories: Sequence[TrajectoryMeta]) -> Metrics:
+    """Means over the answers of one set."""
+    metrics: Metrics = {
+        f"{prefix}/reward_mean": statistics.fmean(t.reward for t in trajectories),
+        f"{prefix}/response_length_mean": statistics.fmean(t.response_tokens for t in trajectories),
+        f"{prefix}/clip_ratio": statistics.fmean(t.finish_reason == "length" for t in trajectories),
+    }
+    names = {name for t in trajectories for name in t.rewards}
+    if len(names) > 1:
+        for name in sorted(names):
+            values = [t.rewards[name] for t in trajectories if name in t.rewards]
+            metrics[f"{prefix}/{name}_mean"] = statistics.fmean(values)
+    return metrics

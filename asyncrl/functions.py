@@ -18,8 +18,10 @@ from typing import Any
 from asyncrl.errors import ConfigError
 
 
-def load_function(path: str, folder: Path) -> Callable[..., Any]:
+def load_function(path: str, folder: Path, is_wanted: Callable[[Any], bool] = callable) -> Callable[..., Any]:
     """The function that ``path`` names; ``folder`` is where files and modules are looked up first.
+
+    ``is_wanted``: what passes for one. By default whatever can be called.
 
     ``package.module.function`` is taken too. Raises ConfigError if there is no such file, module or
     function, or if importing it fails.
@@ -30,7 +32,7 @@ def load_function(path: str, folder: Path) -> Callable[..., Any]:
     if not where or not name:
         raise ConfigError(f"found {path!r}; expected package.module:function or file.py:function")
     module = _load_file(folder / where, path) if where.endswith(".py") else _load_module(where, folder, path)
-    function = module
+    function: Any = module
     for part in name.split("."):
         if not hasattr(function, part):
             names = sorted(n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n)))
@@ -39,11 +41,12 @@ def load_function(path: str, folder: Path) -> Callable[..., Any]:
                 f"{', '.join(names) or 'it has none'}"
             )
         function = getattr(function, part)
-    if not callable(function):
+    if not is_wanted(function):
         raise ConfigError(
             f"{path}: found {type(function).__name__}, which cannot be called; expected a function"
         )
-    return function
+    found: Callable[..., Any] = function
+    return found
 
 
 def _load_module(name: str, folder: Path, path: str) -> ModuleType:

@@ -9,7 +9,7 @@ import yaml
 from rich.table import Table
 
 from asyncrl.algorithms.names import PRESETS
-from asyncrl.config import Config, ReferenceSection
+from asyncrl.config import Config, EnvironmentSection, ReferenceSection
 from asyncrl.data.prompts import Prompts
 from asyncrl.placement import deal_cores
 
@@ -77,6 +77,8 @@ class Plan:
         table.add_row("model", self._model_text())
         table.add_row("data", str(self.prompts.report))
         table.add_row("reward", self._reward_text())
+        if config.environment is not None:
+            table.add_row("environment", environment_text(config.environment, rollout.max_new_tokens))
         table.add_row("algorithm", algorithm_text(config))
         table.add_row(
             "length",
@@ -118,13 +120,26 @@ class Plan:
     def _reward_text(self) -> str:
         model = self.config.reward_model
         terms = [f"{f.weight:g} x {f.name or f.path}" for f in self.config.reward.functions]
+        environment = self.config.environment
+        terms += [] if environment is None else [f"{environment.reward_weight:g} x the environment's own"]
         terms += [] if model is None else [f"{model.weight:g} x the reward model {model.path}"]
         weights = ", ".join(terms)
         if self.score is None:
             return weights
-        by = "" if model is None else " by the functions"
+        by = "" if model is None and environment is None else " by the functions"
         shown = repr(self.score.completion[:40])
         return f"{weights}; one row scored for real{by}: {self.score.total:g} for {shown}"
+
+
+def environment_text(section: EnvironmentSection, max_new_tokens: int) -> str:
+    """What a trajectory goes through, and its budgets."""
+    what = f"tools {', '.join(section.tools)}" if section.tools else section.path
+    turn = "" if section.max_turn_tokens is None else f", at most {section.max_turn_tokens} a turn"
+    time = "" if section.max_time_s is None else f", no turn begins after {section.max_time_s:g} s"
+    return (
+        f"{what}: at most {section.max_turns} turns in {max_new_tokens} tokens, the environment's included"
+        f"{turn}{time}; workers beside each generator: {section.workers}"
+    )
 
 
 def algorithm_text(config: Config) -> str:

@@ -23,12 +23,12 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from asyncrl.environments.base import Rollout, RolloutResult, single_turn
-from asyncrl.errors import InvariantError, RolloutError
+from asyncrl.environments.base import Messages, Rollout, RolloutResult, single_turn
+from asyncrl.errors import InvariantError, RewardError, RolloutError
 from asyncrl.generators.base import Asleep, DeepSleeper, Generator, Sleeper
 from asyncrl.queues.codec import encode_group, group_meta
 from asyncrl.snapshot import (
@@ -104,6 +104,22 @@ class Scorer(Protocol):
     async def score(self, task: Task, completion: str, result: RolloutResult) -> Score: ...
 
 
+@runtime_checkable
+class GroupScorer(Protocol):
+    """What a scorer has to do beside the rest where a reward is a matter of the whole group."""
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether it is: ``score_group`` then adds to what ``score`` gave each answer."""
+        ...
+
+    async def score_group(
+        self, task: Task, answers: Sequence[tuple[str, Messages, Trajectory]]
+    ) -> list[Score | RewardError]:
+        """What is added to each answer, given as its text, its messages, and what there is of it so far."""
+        ...
+
+
 class EngineClient:
     """The ModelClient of one sample: names its requests and its random draws.
 
@@ -128,6 +144,10 @@ class EngineClient:
         self._turn = 0
         self._first = first
         self._keeps_first = True
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self._request.sampling
 
     async def complete(self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Sample one continuation of ``prompt_ids``; each call is a turn with draws of its own."""
@@ -194,6 +214,8 @@ class _RunningGroup:
             EngineClient(engine, request, i, begun.get(i), tracks) for i in range(request.answers)
         ]
         self.finished = {t.sample: t for t in before.group.answers} if before is not None else {}
+        self.messages: dict[int, Messages] = {}
+        """By sample; of those that another host had finished there are none."""
 
     def so_far(self, partials: Mapping[str, Completion]) -> PartialGroup:
         group = self.of(self.finished.values())
@@ -277,6 +299,7 @@ class RolloutHost:
             else task.result()
             for i, task in enumerate(samples)
         ]
+        outcomes = await self._scored_together(group, outcomes)
         failures = tuple(o for o in outcomes if isinstance(o, SampleFailure))
         whole = group.of(o for o in outcomes if isinstance(o, Trajectory))
         payload = self._encode(whole)
@@ -325,20 +348,20 @@ class RolloutHost:
     async def _sample(self, group: _RunningGroup, sample: int) -> Trajectory | SampleFailure:
         if sample in group.finished:
             return group.finished[sample]
-        outcome = await self._sample_anew(group.request, sample, group.clients[sample])
+        outcome = await self._sample_anew(group, sample)
         if isinstance(outcome, Trajectory):
             group.finished[sample] = outcome
         return outcome
 
-    async def _sample_anew(
-        self, request: GroupRequest, sample: int, client: EngineClient
-    ) -> Trajectory | SampleFailure:
+    async def _sample_anew(self, group: _RunningGroup, sample: int) -> Trajectory | SampleFailure:
+        request, client = group.request, group.clients[sample]
         try:
             result = await self._rollout(request.task, client)
             text = self._decode(result.token_ids.tolist())
             score = await self._scorer.score(request.task, text, result)
             if score.span is not None:
                 client.note(*score.span)
+            group.messages[sample] = result.messages
         except RolloutError as error:
             return SampleFailure(sample, request.attempt, type(error).__name__, str(error))
         return Trajectory(
@@ -353,6 +376,32 @@ class RolloutHost:
             finish_reason=result.finish_reason,
             rewards=score.parts,
         )
+
+    async def _scored_together(
+        self, group: _RunningGroup, outcomes: Sequence[Trajectory | SampleFailure]
+    ) -> list[Trajectory | SampleFailure]:
+        """The samples with what the functions of whole groups add to them, where there are such."""
+        scorer, request = self._scorer, group.request
+        done = [o for o in outcomes if isinstance(o, Trajectory)]
+        if not isinstance(scorer, GroupScorer) or not scorer.scores_groups or not done:
+            return list(outcomes)
+        answers = [(self._decode(t.token_ids.tolist()), group.messages.get(t.sample, ()), t) for t in done]
+        try:
+            scores: Sequence[Score | RewardError] = await scorer.score_group(request.task, answers)
+        except RewardError as error:
+            scores = [error] * len(done)
+        if isinstance(scores[0], Score) and scores[0].span is not None:
+            group.clients[done[0].sample].note(*scores[0].span)
+        added = {t.sample: self._added(request, t, s) for t, s in zip(done, scores, strict=True)}
+        return [added.get(o.sample, o) for o in outcomes]
+
+    def _added(
+        self, request: GroupRequest, answer: Trajectory, score: Score | RewardError
+    ) -> Trajectory | SampleFailure:
+        if isinstance(score, RewardError):
+            return SampleFailure(answer.sample, request.attempt, type(score).__name__, str(score))
+        rewards = {**answer.rewards, **score.parts}
+        return replace(answer, reward=answer.reward + score.total, rewards=rewards)
 
     def _loss_mask(self, result: RolloutResult, *, trained: bool) -> BoolArray:
         if not trained or (self._mask_truncated and result.finish_reason == "length"):

@@ -219,7 +219,7 @@ def build(
         pool,
         learner,
         sides.publisher,
-        Evaluator(pool, prompts.eval, config, reward_model),
+        Evaluator(pool, prompts.eval, config, reward_model, prompts.eval_sets),
         RunObserver(files, display),
         annotator=annotator,
         reference=moving,

@@ -9,7 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.config import Config, DataSection
-from asyncrl.data.sources import Rows, open_source
-from asyncrl.data.stream import Indices, PromptStream, permutation
-from asyncrl.data.templates import PromptTemplate, prompt_key
+from asyncrl.data.order import EpochOrder, Indices, Order, WeightedOrder, permutation
+from asyncrl.data.rendered import RenderedRows, open_rendered
+from asyncrl.data.stream import PromptStream
+from asyncrl.environments.tools import tool_schemas
 from asyncrl.errors import DataError
 from asyncrl.types import Task
 
@@ -45,8 +47,11 @@ class PromptReport:
     longest_prompt: int
     """Tokens of the longest prompt that is trained on."""
     eval_prompts: int
+    """Those of named sets included."""
     eval_over_long: int
     policy: str
+    recognised: tuple[str, ...] = ()
+    """A line for each source: the form that its rows were taken for."""
 
     def __str__(self) -> str:
         over = {"drop": "dropped", "truncate_left": "truncated"}.get(self.policy, self.policy)
@@ -54,18 +59,20 @@ class PromptReport:
             f"{self.trainable} of {self.train_rows} rows to train on; {self.over_long} over-long {over}, "
             f"{self.held_for_eval} held for evaluation; longest prompt {self.longest_prompt} tokens"
         )
-        return text + (
-            f"; {self.eval_prompts} prompts to evaluate on, {self.eval_over_long} over-long {over}"
-        )
+        text += f"; {self.eval_prompts} prompts to evaluate on, {self.eval_over_long} over-long {over}"
+        return "\n".join([text, *self.recognised])
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """A run's data. ``eval`` has ordinals of its own, from 0; it is empty without ``data.eval``."""
+    """A run's data. Tasks to evaluate on have ordinals of their own, from 0, through all sets."""
 
     train: PromptStream
     eval: tuple[Task, ...]
+    """Of ``data.eval``; empty without it."""
     report: PromptReport
+    eval_sets: Mapping[str, tuple[Task, ...]] = field(default_factory=dict)
+    """Of ``data.eval_sets``, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +83,18 @@ class _Scan:
     texts: npt.NDArray[np.uint64]  # (rows,) 64-bit digest of the rendered text
 
 
+@dataclass(frozen=True, slots=True)
+class _EvalRows:
+    """What one evaluation is to be of, and what of it must not be trained on."""
+
+    rows: RenderedRows
+    indices: Indices
+    texts: npt.NDArray[np.uint64]
+    over_long: int = 0
+
+
 def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, folder: Path | None = None) -> Prompts:
-    """Open, render and measure all rows once, and split them.
+    """Open, recognise, render and measure all rows once, and split them.
 
     Relative paths are taken from ``folder`` (default: the current one). Texts are not kept: a task's
     text and ids are made when it is asked for. Raises DataError for data that cannot be read, lacks
@@ -85,91 +102,107 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, folder: Pat
     """
     folder = folder or Path.cwd()
     data = config.data
-    rows = open_source(data.train, folder)
-    template = _template(data, tokenizer, rows, "data.train")
-    scan = _scan(rows, template)
-    fitting = _fitting(scan, data, rows, "data.train")
-    eval_over_long = 0
-    if data.eval is None:
-        eval_rows, eval_template, eval_indices = rows, template, np.empty(0, np.int64)
-        held = np.zeros(len(rows), np.bool_)
-    elif data.eval.holdout is not None:
-        eval_rows, eval_template = rows, template
-        eval_indices = _hold_out(scan, fitting, data.eval.holdout, data.eval.seed)
-        held = np.isin(scan.texts, scan.texts[eval_indices])
-    else:
-        eval_rows = open_source(data.eval, folder)
-        eval_template = _template(data, tokenizer, eval_rows, "data.eval")
-        eval_scan = _scan(eval_rows, eval_template)
-        eval_indices = _fitting(eval_scan, data, eval_rows, "data.eval")
-        eval_over_long = int((eval_scan.tokens > data.max_prompt_tokens).sum())
-        held = np.isin(scan.texts, eval_scan.texts)
+    tools = [] if config.environment is None else tool_schemas(config.environment, folder)
+    rows = open_rendered(data, data.train, "data.train", tokenizer, folder, tools)
+    scan = _scan(rows)
+    fitting = _fitting(scan, data, rows)
+    evals: dict[str, _EvalRows] = {}
+    named = {f"data.eval_sets.{name}": source for name, source in data.eval_sets.items()}
+    for key, source in {"data.eval": data.eval, **named}.items():
+        if source is None:
+            continue
+        if source.holdout is not None:
+            indices = _hold_out(scan, fitting, source.holdout, source.seed)
+            evals[key] = _EvalRows(rows, indices, scan.texts[indices])
+            continue
+        others = open_rendered(data, source, key, tokenizer, folder, tools)
+        measured = _scan(others)
+        over_long = int((measured.tokens > data.max_prompt_tokens).sum())
+        evals[key] = _EvalRows(others, _fitting(measured, data, others), measured.texts, over_long)
+    held = np.zeros(len(rows), np.bool_)
+    for chosen in evals.values():
+        held |= np.isin(scan.texts, chosen.texts)
     train_indices = fitting[~held[fitting]]
     if len(train_indices) == 0:
+        taken = " or ".join(evals)
         raise DataError(
             f"data.train: found {len(rows)} rows, of which {len(rows) - len(fitting)} are over-long and "
-            f"{int(held[fitting].sum())} have a prompt that is in data.eval; expected at least 1 row that is "
+            f"{int(held[fitting].sum())} have a prompt that is in {taken}; expected at least 1 row that is "
             "neither"
         )
-    eval_indices = eval_indices[: config.eval.max_prompts]
-    held_out = (
-        PromptStream(
-            eval_rows,
-            eval_template,
-            eval_indices,
-            name="eval",
-            max_prompt_tokens=data.max_prompt_tokens,
-            seed=0,
-            shuffle=False,
-        )
-        if len(eval_indices)
-        else None
-    )
     train = PromptStream(
         rows,
-        template,
-        train_indices,
+        _order(config, rows, train_indices),
         name="train",
         max_prompt_tokens=data.max_prompt_tokens,
-        seed=config.run.seed,
-        shuffle=data.shuffle,
         fingerprint=_fingerprint(scan.texts[train_indices], data),
     )
+    tasks: dict[str, tuple[Task, ...]] = {}
+    for key, chosen in evals.items():
+        first = sum(map(len, tasks.values()))
+        tasks[key] = _eval_tasks(chosen, key, first, config)
     report = PromptReport(
         train_rows=len(rows),
         trainable=len(train_indices),
         over_long=int((scan.tokens > data.max_prompt_tokens).sum()),
         held_for_eval=int(held[fitting].sum()),
         longest_prompt=min(int(scan.tokens[train_indices].max()), data.max_prompt_tokens),
-        eval_prompts=len(eval_indices),
-        eval_over_long=eval_over_long,
+        eval_prompts=sum(map(len, tasks.values())),
+        eval_over_long=sum(chosen.over_long for chosen in evals.values()),
         policy=data.over_long,
+        recognised=(
+            *rows.recognised(),
+            *(line for e in evals.values() if e.rows is not rows for line in e.rows.recognised()),
+        ),
     )
-    eval_tasks = tuple(held_out.task(i) for i in range(len(held_out))) if held_out is not None else ()
-    return Prompts(train, eval_tasks, report)
+    sets = {name: tasks[f"data.eval_sets.{name}"] for name in data.eval_sets}
+    return Prompts(train, tasks.get("data.eval", ()), report, sets)
+
+
+def _eval_tasks(chosen: _EvalRows, key: str, first: int, config: Config) -> tuple[Task, ...]:
+    """The tasks of one set; their ordinals begin with ``first``."""
+    indices = chosen.indices[: config.eval.max_prompts]
+    order = EpochOrder(indices, seed=0, shuffle=False)
+    name = "eval" if key == "data.eval" else f"eval-{key.rpartition('.')[2]}"
+    stream = PromptStream(chosen.rows, order, name=name, max_prompt_tokens=config.data.max_prompt_tokens)
+    return tuple(replace(stream.task(i), ordinal=first + i) for i in range(len(indices)))
+
+
+def _order(config: Config, rows: RenderedRows, indices: Indices) -> Order:
+    """Epochs over all rows, or a mixture by weight."""
+    seed, shuffle = config.run.seed, config.data.shuffle
+    weights = [part.weight for part in config.data.train.mixture if part.weight is not None]
+    if not weights:
+        return EpochOrder(indices, seed=seed, shuffle=shuffle)
+    orders = []
+    for number, (part, start) in enumerate(zip(rows.parts, rows.starts, strict=True)):
+        own = indices[(indices >= start) & (indices < start + len(part.rows))]
+        if len(own) == 0:
+            raise DataError(
+                f"{part.key}: found no row to train on of {len(part.rows)}, all are over-long or in "
+                "evaluation; expected at least 1 of a source that has a weight"
+            )
+        orders.append(EpochOrder(own, seed=seed, shuffle=shuffle, stream=number))
+    return WeightedOrder(orders, weights, seed=seed, shuffle=shuffle)
 
 
 def _fingerprint(texts: npt.NDArray[np.uint64], data: DataSection) -> str:
     """Of the prompts in an epoch, in their order, and of what is made of them."""
     digest = blake2b(texts.astype("<u8").tobytes(), digest_size=16)
     digest.update(f"{data.shuffle}|{data.max_prompt_tokens}".encode())
+    weights = [part.weight for part in data.train.mixture if part.weight is not None]
+    if weights:
+        digest.update(f"|{weights}".encode())
     return digest.hexdigest()
 
 
-def _template(data: DataSection, tokenizer: PreTrainedTokenizerBase, rows: Rows, key: str) -> PromptTemplate:
-    try:
-        return PromptTemplate(data, tokenizer, prompt_key(data, list(rows[0])))
-    except DataError as error:
-        raise DataError(f"{key}: {error}") from error
-
-
-def _scan(rows: Rows, template: PromptTemplate) -> _Scan:
+def _scan(rows: RenderedRows) -> _Scan:
     tokens = np.empty(len(rows), np.int32)
     texts = np.empty(len(rows), np.uint64)
     for start in range(0, len(rows), _BATCH_ROWS):
         indices = range(start, min(start + _BATCH_ROWS, len(rows)))
-        batch = [template.text(rows[i], rows.where(i)) for i in indices]
-        for i, text, ids in zip(indices, batch, template.encode(batch), strict=True):
+        batch = [rows.text(i) for i in indices]
+        for i, text, ids in zip(indices, batch, rows.encode(batch), strict=True):
             if not ids:
                 raise DataError(f"{rows.where(i)}: found an empty prompt; expected at least 1 token")
             tokens[i] = len(ids)
@@ -177,7 +210,7 @@ def _scan(rows: Rows, template: PromptTemplate) -> _Scan:
     return _Scan(tokens, texts)
 
 
-def _fitting(scan: _Scan, data: DataSection, rows: Rows, key: str) -> Indices:
+def _fitting(scan: _Scan, data: DataSection, rows: RenderedRows) -> Indices:
     """Indices of the rows that the policy for over-long prompts lets through."""
     over = np.flatnonzero(scan.tokens > data.max_prompt_tokens)
     if data.over_long == "truncate_left" or len(over) == 0:
@@ -185,16 +218,16 @@ def _fitting(scan: _Scan, data: DataSection, rows: Rows, key: str) -> Indices:
     if data.over_long == "error":
         first = int(over[0])
         raise DataError(
-            f"{key}: found {len(over)} of {len(rows)} prompts over data.max_prompt_tokens = "
+            f"{rows.key}: found {len(over)} of {len(rows)} prompts over data.max_prompt_tokens = "
             f"{data.max_prompt_tokens}, the first at {rows.where(first)} with {scan.tokens[first]} tokens, "
             f"the longest with {scan.tokens.max()}; expected none, as data.over_long is error: raise "
             "data.max_prompt_tokens, or set data.over_long to drop or truncate_left"
         )
     if len(over) == len(rows):
         raise DataError(
-            f"{key}: found all {len(rows)} prompts over data.max_prompt_tokens = {data.max_prompt_tokens}, "
-            f"the shortest with {scan.tokens.min()} tokens; expected at least 1 that fits: raise "
-            "data.max_prompt_tokens"
+            f"{rows.key}: found all {len(rows)} prompts over data.max_prompt_tokens = "
+            f"{data.max_prompt_tokens}, the shortest with {scan.tokens.min()} tokens; expected at least 1 "
+            "that fits: raise data.max_prompt_tokens"
         )
     return np.flatnonzero(scan.tokens <= data.max_prompt_tokens).astype(np.int64)
 

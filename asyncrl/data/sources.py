@@ -13,7 +13,7 @@ import decimal
 import json
 import mmap
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,11 +43,20 @@ class Rows(Protocol):
         ...
 
 
+def parts(source: SourceSection, key: str) -> Iterator[tuple[str, SourceSection]]:
+    """The sources with rows of their own that ``source`` is made of, each with its key in the config."""
+    if not source.mixture:
+        yield key, source
+    for number, part in enumerate(source.mixture):
+        yield f"{key}.mixture[{number}]", part
+
+
 def open_source(source: SourceSection, folder: Path) -> Rows:
     """Open what ``source`` names; relative paths are taken from ``folder``.
 
     Raises DataError for a source that is missing, unreadable or empty, and ConfigError for a python
-    function that cannot be found. ``holdout`` is not a place and is not for this function.
+    function that cannot be found. ``holdout`` and ``mixture`` have no rows of their own and are not for this
+    function.
     """
     if source.path is not None:
         rows = _open_file(folder / source.path, source.path, source.size)
@@ -58,7 +67,7 @@ def open_source(source: SourceSection, folder: Path) -> Rows:
     elif source.python is not None:
         rows = _open_function(source.python, source, folder)
     else:
-        raise ValueError("a source with holdout has no rows of its own")
+        raise ValueError("a source with holdout or a mixture has no rows of its own")
     if len(rows) == 0:
         raise DataError(f"{_name(source)}: found 0 rows; expected at least 1")
     return rows

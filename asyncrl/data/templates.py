@@ -6,34 +6,34 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import DataSection
+from asyncrl.data.forms import recognise
 from asyncrl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROMPT_KEYS = ("prompt", "question", "input", "problem")
-
 
 def prompt_key(section: DataSection, columns: Sequence[str]) -> str:
     """The column of the prompt. Raises DataError if there is none among ``columns``."""
-    wanted = PROMPT_KEYS if section.prompt_key is None else (section.prompt_key,)
-    for key in wanted:
-        if key in columns:
-            return key
-    raise DataError(
-        f"found the columns {', '.join(columns) or '(none)'}; expected a column "
-        f"{' or '.join(wanted)} for the prompt: set data.prompt_key"
-    )
+    return recognise(section, columns).prompt_key
 
 
 class PromptTemplate:
     """Renders rows with the tokenizer's chat template, or as plain text.
 
     A prompt is text or, as in several projects' data sets, a list of chat messages. ``key`` is its
-    column. Raises DataError if ``data.template`` is chat and the tokenizer has no chat template.
+    column. ``tools``: schemas of tools, for the chat template to describe.
+
+    Raises DataError if ``data.template`` is chat and the tokenizer has no chat template.
     """
 
-    def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+    def __init__(
+        self,
+        section: DataSection,
+        tokenizer: PreTrainedTokenizerBase,
+        key: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if section.template == "chat" and not has_template:
             raise DataError(
@@ -44,13 +44,17 @@ class PromptTemplate:
         self.key = key
         self._section = section
         self._tokenizer = tokenizer
+        self._tools = tools
 
-    def text(self, row: Mapping[str, Any], where: str) -> str:
-        """The whole prompt as text. ``where`` names the row in a DataError."""
-        messages = prompt_messages(self._section, self.key, row, where)
+    def text(self, row: Mapping[str, Any], where: str, added: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The whole prompt as text, ``added`` messages behind it. ``where`` names the row in a DataError."""
+        messages = [*prompt_messages(self._section, self.key, row, where), *added]
         if not self.chat:
             return plain_text(messages)
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        tools = {"tools": list(self._tools)} if self._tools else {}
+        text = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **tools
+        )
         return str(text)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

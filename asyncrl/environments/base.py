@@ -3,23 +3,31 @@
 Invariants:
 - History is never decoded and tokenised again: a later turn's prompt is the earlier tokens, as
   sampled, followed by the environment's own tokens, which have ``loss_mask`` False.
-- A rollout knows nothing of engines, replicas or rewards. A reward is the caller's to add: there is
-  no placeholder for it here.
+- A rollout knows nothing of engines, replicas or reward functions. What these make of it is the caller's to
+  add: there is no placeholder for it here, only for what an environment itself says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
 from asyncrl.types import BoolArray, Completion, FinishReason, Float32Array, Int32Array, SamplingParams, Task
 
+Messages = Sequence[Mapping[str, Any]]
+"""Chat messages: ``role`` and ``content``, and what else a template knows."""
+
 
 class ModelClient(Protocol):
     """The policy, as one rollout sees it."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """As the run is configured; ``max_new_tokens`` is the most that the whole trajectory may have."""
+        ...
 
     async def complete(self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Sample one continuation of ``prompt_ids``; null ``sampling``: as the run is configured."""
@@ -39,6 +47,10 @@ class RolloutResult:
     logprobs: Float32Array  # (T,) behaviour log-probs; 0 where loss_mask is False
     versions: Int32Array  # (T,)
     finish_reason: FinishReason
+    messages: Messages = ()
+    """What followed the prompt, for rewards that read messages; empty: one of the assistant."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """What the environment said of it, by name; ``environment`` is its reward."""
 
     def __post_init__(self) -> None:
         lengths = {

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.config import Config
-from asyncrl.environments.base import RolloutResult
+from asyncrl.config import ENVIRONMENT, Config
+from asyncrl.environments.base import Messages, Rollout, RolloutResult, single_turn
+from asyncrl.environments.multi_turn import MultiTurn
+from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.environments.tools import tool_schemas
+from asyncrl.environments.turns import TurnEncoder
+from asyncrl.errors import RewardError, RewardValueError
 from asyncrl.generators.base import Generator
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.binder import Sample
+from asyncrl.rewards.pool import RewardPool, RewardScore
 from asyncrl.rollout import RolloutHost, Score
-from asyncrl.types import Task
+from asyncrl.types import Task, Trajectory
 
 if TYPE_CHECKING:
     from asyncrl.weight_sync.sharing import SharedModel
@@ -21,8 +28,9 @@ if TYPE_CHECKING:
 class PoolScorer:
     """The ``Scorer`` over users' reward functions in worker processes."""
 
-    def __init__(self, pool: RewardPool) -> None:
+    def __init__(self, pool: RewardPool, environment_weight: float = 0.0) -> None:
         self._pool = pool
+        self._environment_weight = environment_weight
 
     async def start(self) -> None:
         await self._pool.start()
@@ -37,20 +45,59 @@ class PoolScorer:
             completion,
             result.token_ids.tolist(),
             result.finish_reason,
+            result.messages,
             uid=task.uid,
         )
-        return Score(score.total, score.parts, (f"reward worker {score.worker}", score.begun, score.ended))
+        return _with_environment(_as_score(score), result, self._environment_weight)
+
+    @property
+    def scores_groups(self) -> bool:
+        return self._pool.scores_groups
+
+    async def score_group(
+        self, task: Task, answers: Sequence[tuple[str, Messages, Trajectory]]
+    ) -> list[Score | RewardError]:
+        samples = [
+            Sample(task.row, task.prompt, text, t.token_ids.tolist(), t.finish_reason, messages)
+            for text, messages, t in answers
+        ]
+        scores = await self._pool.score_group(samples, [t.rewards for _, _, t in answers], uid=task.uid)
+        return [s if isinstance(s, RewardError) else _as_score(s) for s in scores]
+
+
+def _with_environment(score: Score, result: RolloutResult, weight: float) -> Score:
+    """``score`` and what the environment itself said of the answer."""
+    own = result.rewards.get(ENVIRONMENT, 0.0)
+    return replace(score, total=score.total + weight * own, parts={**score.parts, **result.rewards})
+
+
+def _as_score(score: RewardScore) -> Score:
+    span = (f"reward worker {score.worker}", score.begun, score.ended)
+    # A pool that was not asked has no worker to name.
+    return Score(score.total, {**score.parts, **score.extras}, span if score.ended else None)
 
 
 class NoFunctions:
-    """The ``Scorer`` of a run without functions: a sum of nothing, to which a reward model adds its score."""
+    """The ``Scorer`` of a run without functions: of what an environment says, and a reward model adds to.
+
+    ``needs_environment``: nothing else will add to it, so that an answer without a reward is an error.
+    """
+
+    def __init__(self, environment_weight: float = 0.0, *, needs_environment: bool = False) -> None:
+        self._environment_weight = environment_weight
+        self._needs_environment = needs_environment
 
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
 
     async def score(self, task: Task, completion: str, result: RolloutResult) -> Score:
-        return Score(0.0)
+        if self._needs_environment and ENVIRONMENT not in result.rewards:
+            raise RewardValueError(
+                f"{task.uid}: found no reward from the environment, and no function that could give one; "
+                'expected a number with its last step, as {"done": True, "reward": 1.0}'
+            )
+        return _with_environment(Score(0.0), result, self._environment_weight)
 
 
 async def build_host(
@@ -69,32 +116,54 @@ async def build_host(
     """
     scorer = _scorer(config, folder, cores)
     engine = _engine(config, model_path, engine_cores, shared)
-    tokenizer, _, _ = await asyncio.gather(
-        asyncio.to_thread(_tokenizer, config, model_path), engine.start(), scorer.start()
+    environments = _environments(config, folder, cores)
+    tokenizer, *_ = await asyncio.gather(
+        asyncio.to_thread(_tokenizer, config, model_path),
+        engine.start(),
+        scorer.start(),
+        *(pool.start() for pool in environments),
     )
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
     async def close() -> None:
-        await asyncio.gather(engine.close(), scorer.close())
+        await asyncio.gather(engine.close(), scorer.close(), *(pool.close() for pool in environments))
 
-    host = RolloutHost(engine, scorer, decode, mask_truncated=config.algorithm.mask_truncated)
-    return host, close
+    rollout: Rollout = single_turn
+    if config.environment is not None:
+        rollout = MultiTurn(
+            environments[0],
+            config.environment,
+            TurnEncoder(config.data, tokenizer, tool_schemas(config.environment, folder)),
+            decode,
+            config.data.max_prompt_tokens,
+        )
+    mask = config.algorithm.mask_truncated
+    return RolloutHost(engine, scorer, decode, rollout=rollout, mask_truncated=mask), close
+
+
+def _environments(config: Config, folder: Path, cores: Sequence[int]) -> list[EnvironmentPool]:
+    """One, or none."""
+    if config.environment is None:
+        return []
+    return [EnvironmentPool(config.environment, folder=folder, cores=tuple(cores))]
 
 
 def _scorer(config: Config, folder: Path, cores: Sequence[int]) -> PoolScorer | NoFunctions:
+    weight = 0.0 if config.environment is None else config.environment.reward_weight
     if not config.reward.functions:
-        return NoFunctions()
+        alone = config.reward_model is None and config.environment is not None
+        return NoFunctions(weight, needs_environment=alone)
     pool = RewardPool(
         config.reward.functions,
         workers=config.reward.workers,
         timeout_s=config.reward.timeout_s,
         folder=folder,
         cores=cores,
-        alone=config.reward_model is None,
+        alone=config.reward_model is None and config.environment is None,
     )
-    return PoolScorer(pool)
+    return PoolScorer(pool, weight)
 
 
 def _engine(

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from asyncrl.config import Config, CreateSection
+from asyncrl.data.sources import parts
 from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.models.progress import ProgressCallback
 
@@ -92,9 +93,8 @@ def _create_section(config: Config) -> CreateSection:
 def _file_digests(config: Config, folder: Path) -> dict[str, str]:
     """SHA-256 of the local files that the data block names."""
     digests = {}
-    for source in (config.data.train, config.data.eval):
-        if source is None:
-            continue
+    sections = (config.data.train, config.data.eval, *config.data.eval_sets.values())
+    for source in (part for section in sections if section is not None for _, part in parts(section, "")):
         names = [source.path, source.python.rpartition(":")[0] if source.python else None]
         for name in filter(None, names):
             if (folder / name).is_file():

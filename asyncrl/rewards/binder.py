@@ -1,14 +1,30 @@
-"""Calling a reward function by the names of its parameters.
+"""Calling a reward function by the names of its parameters: its own signature says whose it is.
 
-A parameter can be named after any column of the row, or:
+A function of one sample can name any column of the row, or:
 
 =================== =====================================================
 ``prompt``          the rendered prompt, text
 ``completion``      the answer, text; ``solution_str`` is another name for it
+``messages``        the answer as chat messages, those of tools and environment among them
 ``completion_ids``  the answer's token ids, a list
 ``finish_reason``   ``stop``, ``length`` or ``abort``
 ``row``             all columns, a dict; ``info`` too, where no column has that name
-``ground_truth``    where no column has that name, ``reward_model["ground_truth"]``
+``ground_truth``    where no column has that name, what the data's form knows it by
+``answer``          where no column has that name, the same
+=================== =====================================================
+
+A function of a whole group has ``prompts``, ``completions`` or ``queries`` among its required parameters.
+It can name any column, and gets a list with one value a sample, or:
+
+=================== =====================================================
+``prompts``         TRL: the rows' own prompts, text or messages. OpenRLHF: the rendered ones
+``completions``     the answers: messages where the row's prompt is messages, else text
+``completion_ids``  their token ids
+``queries``         OpenRLHF: rendered prompt and answer, one text
+``labels``          OpenRLHF: the ground truths
+``log_extra``       TRL: ``log_extra(column, values)``, numbers a sample, kept beside its reward
+``log_metric``      TRL: ``log_metric(name, value)``, one number
+``trainer_state``   TRL: always None
 =================== =====================================================
 
 ``**kwargs`` receives every column. These names win over columns, except where it says otherwise.
@@ -18,11 +34,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_SAMPLE_NAMES = ("prompt", "completion", "solution_str", "completion_ids", "finish_reason", "row")
+_SAMPLE_NAMES = ("prompt", "completion", "solution_str", "messages", "completion_ids", "finish_reason", "row")
+_GROUP_MARKS = frozenset({"prompts", "completions", "queries"})
+_GROUP_NAMES = ("prompts", "completions", "completion_ids", "log_extra", "log_metric", "trainer_state")
+_OPENRLHF_NAMES = ("queries", "prompts", "labels")
+
+Call = Literal["sample", "trl", "openrlhf"]
+"""What a function is called with: one sample, or a group in the way of a project."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +56,12 @@ class Sample:
     completion: str
     completion_ids: Sequence[int]
     finish_reason: str
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The answer's messages; empty: one of the assistant, the completion."""
+
+    @property
+    def turns(self) -> list[Mapping[str, Any]]:
+        return list(self.messages) or [{"role": "assistant", "content": self.completion}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +76,18 @@ class Signature:
     is_async: bool
     unknown_args: tuple[str, ...] = ()
     """Configured args that it has no parameter for."""
+    call: Call = "sample"
+    accepts_any: bool = False
+    """It takes what there is, whatever the columns: a rubric, or a server."""
+
+    @property
+    def takes_group(self) -> bool:
+        return self.call != "sample"
+
+    @property
+    def wants_ids(self) -> bool:
+        """Whether it may look at token ids."""
+        return self.accepts_any or self.takes_group or "completion_ids" in (*self.required, *self.optional)
 
     @classmethod
     def from_wire(cls, fields: Mapping[str, Any]) -> Self:
@@ -57,7 +97,9 @@ class Signature:
 
     def problems(self, columns: Iterable[str]) -> list[str]:
         """Why it cannot be called on a row with these columns; empty if it can."""
-        available = available_names(columns)
+        if self.accepts_any:
+            return []
+        available = available_names(columns, self.call)
         listed = ", ".join(sorted(available))
         return [
             f"reward function {self.name!r}: nothing to pass for its parameter {parameter!r}; expected one "
@@ -71,8 +113,14 @@ class Signature:
         ]
 
     def arguments(self, values: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments out of ``values``. Raises KeyError for a required name that is missing."""
-        arguments = dict(columns) if self.takes_columns else {}
+        """Keyword arguments out of ``values``. Raises KeyError for a required name that is missing.
+
+        A group function with ``**kwargs`` gets all of ``values``: TRL's own names among them.
+        """
+        arguments = dict(values if self.takes_group else columns) if self.takes_columns else {}
+        missing = [name for name in self.required if name not in values]
+        if missing:
+            raise KeyError(f"this row has no column for the parameter {missing[0]!r}")
         arguments.update({name: values[name] for name in self.required})
         arguments.update({name: values[name] for name in self.optional if name in values})
         return arguments
@@ -102,28 +150,51 @@ def signature_of(function: Callable[..., Any], name: str, args: Mapping[str, Any
         required=tuple(required),
         optional=tuple(optional),
         takes_columns=takes_columns,
-        is_async=_is_async(function),
+        is_async=is_async(function),
         unknown_args=() if takes_columns else tuple(sorted(set(args) - named)),
+        call=_call(required),
     )
 
 
-def available_names(columns: Iterable[str]) -> set[str]:
+def _call(required: Sequence[str]) -> Call:
+    if "queries" in required:
+        return "openrlhf"
+    return "trl" if _GROUP_MARKS & set(required) else "sample"
+
+
+def available_names(columns: Iterable[str], call: Call = "sample") -> set[str]:
     """Names that a parameter can have, for rows with these columns."""
+    if call == "openrlhf":
+        return {*_OPENRLHF_NAMES, *columns}
+    if call == "trl":
+        return {*_GROUP_NAMES, *columns}
     names = {*_SAMPLE_NAMES, "info", *columns}
-    return names | {"ground_truth"} if "reward_model" in names else names
+    return names | {"ground_truth", "answer"} if names & {"reward_model", "ground_truth"} else names
+
+
+def truth_of(row: Mapping[str, Any]) -> Any:
+    """What a right answer to the row is, by the usual names; None where it has none of them."""
+    if "ground_truth" in row:
+        return row["ground_truth"]
+    rule = row.get("reward_model")
+    if isinstance(rule, Mapping) and "ground_truth" in rule:
+        return rule["ground_truth"]
+    return next((row[key] for key in ("answer", "label") if key in row), None)
 
 
 def named_values(sample: Sample) -> dict[str, Any]:
     """Every name that a parameter can have, with its value for ``sample``."""
     row = sample.row
     values: dict[str, Any] = {"info": row, **row}
-    rule = row.get("reward_model")
-    if "ground_truth" not in row and isinstance(rule, Mapping) and "ground_truth" in rule:
-        values["ground_truth"] = rule["ground_truth"]
+    truth = truth_of(row)
+    if truth is not None:
+        values.setdefault("ground_truth", truth)
+        values.setdefault("answer", truth)
     values.update(
         prompt=sample.prompt,
         completion=sample.completion,
         solution_str=sample.completion,
+        messages=sample.turns,
         completion_ids=sample.completion_ids,
         finish_reason=sample.finish_reason,
         row=row,
@@ -131,7 +202,51 @@ def named_values(sample: Sample) -> dict[str, Any]:
     return values
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
+@dataclass(slots=True)
+class Logged:
+    """What a group function logs while it runs."""
+
+    extras: dict[str, Sequence[Any]] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        self.extras[column] = list(values)
+
+    def log_metric(self, name: str, value: Any) -> None:
+        self.metrics[name] = value
+
+
+def group_values(samples: Sequence[Sample], call: Call, logged: Logged) -> dict[str, Any]:
+    """Every name that a parameter of a group function can have, a list with one value a sample."""
+    if call == "openrlhf":
+        return {
+            **_columns(samples),
+            "queries": [s.prompt + s.completion for s in samples],
+            "prompts": [s.prompt for s in samples],
+            "labels": [truth_of(s.row) for s in samples],
+        }
+    return {
+        **_columns(samples),
+        "prompts": [s.row.get("prompt", s.prompt) for s in samples],
+        "completions": [s.turns if _is_chat(s) else s.completion for s in samples],
+        "completion_ids": [list(s.completion_ids) for s in samples],
+        "log_extra": logged.log_extra,
+        "log_metric": logged.log_metric,
+        "trainer_state": None,
+    }
+
+
+def _is_chat(sample: Sample) -> bool:
+    return isinstance(sample.row.get("prompt"), (list, tuple))
+
+
+def _columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for sample in samples for name in sample.row)
+    return {name: [sample.row.get(name) for sample in samples] for name in names}
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives something to await."""
     while hasattr(function, "func"):  # functools.partial
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(

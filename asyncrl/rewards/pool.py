@@ -32,7 +32,7 @@ from asyncrl.errors import (
     RewardWorkerError,
 )
 from asyncrl.rewards import worker as wire
-from asyncrl.rewards.binder import Signature
+from asyncrl.rewards.binder import Sample, Signature
 from asyncrl.rewards.process import Call, Replies, WorkerProcess, spawn
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class RewardScore:
 
     total: float
     parts: dict[str, float]
+    extras: dict[str, float] = field(default_factory=dict)
+    """What functions said beside their rewards, as ``<function>/<name>``."""
     worker: int = field(default=0, compare=False)
     """Which worker it came from."""
     begun: float = field(default=0.0, compare=False)
@@ -149,9 +151,14 @@ class RewardPool:
         except BaseException:
             await self.close()
             raise
-        self._wants_ids = any("completion_ids" in (*s.required, *s.optional) for s in self._signatures)
+        self._wants_ids = any(s.wants_ids for s in self._signatures)
         self._closed = None
         return self._signatures
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether a function wants the whole group: then ``score_group`` is to be called too."""
+        return any(s.takes_group for s in self._signatures)
 
     async def score(
         self,
@@ -160,26 +167,61 @@ class RewardPool:
         completion: str,
         completion_ids: Sequence[int],
         finish_reason: str,
+        messages: Sequence[Mapping[str, Any]] = (),
         *,
         uid: str = "a sample",
     ) -> RewardScore:
-        """Score one answer; ``uid`` names it in messages.
+        """Score one answer by the functions of one sample; ``uid`` names it in messages.
 
         Raises RewardRaisedError, RewardTimeoutError, RewardValueError or RewardWorkerError.
         """
+        sample = Sample(row, prompt, completion, completion_ids, finish_reason, messages)
+        if self._signatures and all(s.takes_group for s in self._signatures):
+            return RewardScore(0.0, {})
+        return (await self._scored(False, [sample], uid))[0]
+
+    async def score_group(
+        self, samples: Sequence[Sample], earlier: Sequence[Mapping[str, float]], *, uid: str = "a group"
+    ) -> list[RewardScore | RewardValueError]:
+        """Score the answers of one group, which is whole, by the functions of groups.
+
+        ``earlier``: by name, what functions of one sample gave each answer. An answer for which none of both
+        kinds has a number gets an error of its own; otherwise raises as ``score`` does.
+        """
+        scores = await self._scored(True, samples, uid)
+        names = {s.name for s in self._signatures}
+        return [
+            score if score.parts or names & set(had) or not self._alone_in_reward else self._no_value(uid)
+            for score, had in zip(scores, earlier, strict=True)
+        ]
+
+    async def _scored(self, group: bool, samples: Sequence[Sample], uid: str) -> list[RewardScore]:
         if self._closed is not None:
             raise self._closed
-        ids = [int(i) for i in completion_ids] if self._wants_ids else []
         self._next_id += 1
+        fields = [self._fields(sample) for sample in samples]
         try:
-            packed = self._packer.pack([self._next_id, dict(row), prompt, completion, ids, finish_reason])
+            packed = self._packer.pack([self._next_id, group, fields])
         except (TypeError, ValueError, OverflowError) as error:
             self._packer.reset()
             raise RewardValueError(f"{uid}: its row cannot be sent to a reward worker: {error}") from error
         call = Call(self._next_id, uid, packed, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         self._dispatch_soon()
-        return self._combined(call, await call.future)
+        by_function = await call.future
+        pairs = zip(self._functions, self._signatures, strict=True)
+        functions = [(f, s) for f, s in pairs if s.takes_group == group]
+        return [
+            self._combined(
+                call, functions, [of_all[i] for of_all in by_function], final=not self.scores_groups
+            )
+            for i in range(len(samples))
+        ]
+
+    def _fields(self, sample: Sample) -> list[Any]:
+        ids = [int(i) for i in sample.completion_ids] if self._wants_ids else []
+        messages = [dict(message) for message in sample.messages]
+        return [dict(sample.row), sample.prompt, sample.completion, ids, sample.finish_reason, messages]
 
     def statistics(self) -> RewardStatistics:
         """Counters, and what is going on now."""
@@ -369,21 +411,35 @@ class RewardPool:
             f"{self._timeout_s:g} s; the call was ended"
         )
 
-    def _combined(self, call: Call, values: Sequence[float | None]) -> RewardScore:
+    def _combined(
+        self,
+        call: Call,
+        functions: Sequence[tuple[RewardFunctionSection, Signature]],
+        values: Sequence[Sequence[Any]],
+        *,
+        final: bool,
+    ) -> RewardScore:
+        """The weighted sum of one answer; ``final``: no other function has a say."""
         uid = call.uid
-        parts = {
-            s.name: value for s, value in zip(self._signatures, values, strict=True) if value is not None
-        }
-        if not parts and self._alone_in_reward:
-            names = ", ".join(repr(s.name) for s in self._signatures)
-            raise RewardValueError(
-                f"{uid}: found None of all reward functions ({names}); expected a number of at least 1"
-            )
-        pairs = zip(self._functions, values, strict=True)
-        total = sum((f.weight * value for f, value in pairs if value is not None), 0.0)
+        parts: dict[str, float] = {}
+        extras: dict[str, float] = {}
+        total = 0.0
+        for (section, signature), (value, said) in zip(functions, values, strict=True):
+            extras |= {f"{signature.name}/{key}": float(x) for key, x in said.items()}
+            if value is not None:
+                parts[signature.name] = value
+                total += section.weight * value
+        if final and not parts and self._alone_in_reward:
+            raise self._no_value(uid)
         if not math.isfinite(total):
             raise RewardValueError(f"{uid}: found a weighted sum of {total} from {parts}; expected it finite")
-        return RewardScore(total, parts, call.worker, call.begun, call.ended)
+        return RewardScore(total, parts, extras, call.worker, call.begun, call.ended)
+
+    def _no_value(self, uid: str) -> RewardValueError:
+        names = ", ".join(repr(s.name) for s in self._signatures)
+        return RewardValueError(
+            f"{uid}: found None of all reward functions ({names}); expected a number of at least 1"
+        )
 
 
 def _exit_text(code: int | None) -> str:

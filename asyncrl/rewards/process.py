@@ -43,12 +43,13 @@ _SECOND_LOOK_S = 0.02
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One answer to score."""
+    """One answer to score, or a group of them."""
 
     id: int
     uid: str
     packed: bytes
-    future: asyncio.Future[list[float | None]]
+    future: asyncio.Future[list[list[Any]]]
+    """By function, in their order: [value or None, extras] of each sample."""
     alone: bool = False
     """It was in flight beside others when a worker got stuck, and any of them may be at fault."""
     since: float = 0.0
@@ -167,8 +168,12 @@ class WorkerProcess:
             ) from None
 
 
-async def spawn(setup: Mapping[str, Any], timeout_s: float) -> WorkerProcess:
+async def spawn(
+    setup: Mapping[str, Any], timeout_s: float, module: str = "asyncrl.rewards.worker"
+) -> WorkerProcess:
     """Start a worker in a session of its own, with one socket and the standard streams, and set it up.
+
+    ``module`` is what it runs.
 
     It sees no GPU: what it computes must not take memory from the engines. Where the functions are
     looked up from, ``setup["folder"]``, is its working directory.
@@ -181,7 +186,7 @@ async def spawn(setup: Mapping[str, Any], timeout_s: float) -> WorkerProcess:
     with theirs:
         # On the loop's own thread: on Linux the worker dies with the *thread* that started it.
         popen = subprocess.Popen(  # noqa: ASYNC220 a few milliseconds; all further I/O is by the loop
-            [sys.executable, "-P", "-m", "asyncrl.rewards.worker", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
             cwd=setup["folder"],
             env=environment,
             stdin=subprocess.DEVNULL,

@@ -1,7 +1,8 @@
 """The process that runs users' reward functions: ``python -m asyncrl.rewards.worker FD PARENT``.
 
-It speaks msgpack over one socket. In: first a ``Setup`` as a map, then lists of calls, each
-``[id, row, prompt, completion, completion_ids, finish_reason]``. Out: ``[id, kind, payload]``.
+It speaks msgpack over one socket. In: first a ``Setup`` as a map, then lists of calls, each ``[id, group,
+samples]``: the functions of one sample are run, or those of a group, on ``samples``, each a list of
+``Sample``'s fields. Out: ``[id, kind, payload]``.
 
 Invariants:
 - Sync functions of a call run on the main thread, one call after the other in the order received, so
@@ -14,9 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import inspect
-import math
-import numbers
 import os
 import queue
 import signal
@@ -24,24 +22,23 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
 from asyncrl.errors import ConfigError
-from asyncrl.functions import load_function
-from asyncrl.rewards.binder import Sample, Signature, named_values, signature_of
-from asyncrl.rewards.builtin import BUILTIN
+from asyncrl.rewards.binder import Sample
+from asyncrl.rewards.functions import Function, Reader, load
+from asyncrl.rewards.results import Value
 
 # Kinds of reply. The payload of the failures is [function name, text].
 READY = "ready"  # payload: signatures, as maps
 REFUSED = "refused"  # payload: text
 ADVANCED = "advanced"  # the sync functions of a call are done, its async ones run
-SCORED = "scored"  # payload: one value a function, None where not applicable
+SCORED = "scored"  # payload: a list a function, of [value or None, extras] a sample
 RAISED = "raised"
 BAD_VALUE = "bad_value"
 TIMED_OUT = "timed_out"
@@ -50,22 +47,7 @@ SETUP_ID = -1
 MAX_MESSAGE_BYTES = 1 << 30
 _TRACEBACK_CHARACTERS = 4000
 _PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A loaded reward function."""
-
-    call: Callable[..., Any]
-    args: Mapping[str, Any]
-    signature: Signature
-
-    def start(self, values: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
-        """Call it; of an async function, the coroutine."""
-        missing = [name for name in self.signature.required if name not in values]
-        if missing:
-            raise KeyError(f"this row has no column for the parameter {missing[0]!r}")
-        return self.call(**{**self.signature.arguments(values, row), **self.args})
+_OURS = tuple(str(Path(__file__).with_name(name)) for name in ("worker.py", "functions.py", "rubrics.py"))
 
 
 class _Failure(Exception):
@@ -77,60 +59,15 @@ class _Failure(Exception):
         self.payload = [name, text]
 
 
-def load(path: str, name: str | None, args: Mapping[str, Any], folder: Path) -> Function:
-    """Find and inspect one function. Raises ConfigError."""
-    if path in BUILTIN:
-        call: Callable[..., Any] = BUILTIN[path]
-    elif ":" not in path and "." not in path:
-        raise ConfigError(
-            f"found {path!r}; expected package.module:function, file.py:function, or one of the built-in "
-            f"{', '.join(BUILTIN)}"
-        )
-    else:
-        call = load_function(path, folder)
-    try:
-        return Function(call, args, signature_of(call, name or path.rpartition(":")[2], args))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def as_value(result: Any) -> float | None:
-    """A function's result as one finite number; None stays None. Raises ValueError saying why not."""
-    if result is None:
-        return None
-    if isinstance(result, Mapping):
-        if "score" not in result:
-            raise ValueError(
-                f"found a dict with {', '.join(map(str, result)) or 'nothing'}; expected 'score' in it"
-            )
-        return as_value(result["score"])
-    if isinstance(result, (list, tuple)):
-        raise ValueError(
-            f"found {len(result)} values, {_short(result)}; expected 1 number for the 1 completion"
-        )
-    if not isinstance(result, numbers.Real) and getattr(result, "ndim", None) == 0:
-        result = result.item()  # a scalar of numpy or torch
-    if inspect.iscoroutine(result):
-        result.close()
-        raise ValueError("found a coroutine; expected a number: write the function as async def")
-    if not isinstance(result, numbers.Real):
-        raise ValueError(f"found {_short(result)} ({type(result).__name__}); expected a finite number")
-    try:
-        value = float(result)
-    except OverflowError:
-        value = math.inf
-    if not math.isfinite(value):
-        raise ValueError(f"found {value}; expected a finite number")
-    return value
-
-
 class Worker:
     """Runs calls; ``send`` is given each reply and may be used from two threads."""
 
     def __init__(
         self, functions: list[Function], timeout_s: float, send: Callable[[list[Any]], None]
     ) -> None:
-        self._functions = functions
+        self._functions = {
+            group: [f for f in functions if f.signature.takes_group == group] for group in (False, True)
+        }
         self._timeout_s = timeout_s
         self._send = send
         self._has_async = any(f.signature.is_async for f in functions)
@@ -141,14 +78,14 @@ class Worker:
 
     def run(self, call: list[Any]) -> None:
         """Run the sync functions of one call, and reply or hand it on to the async ones."""
-        call_id, *fields = call
-        sample = Sample(*fields)
-        values = named_values(sample)
-        results: list[float | None] = [None] * len(self._functions)
+        call_id, group, fields = call
+        samples = [Sample(*of_one) for of_one in fields]
+        functions = self._functions[group]
+        results: list[list[Value]] = [[] for _ in functions]
         try:
-            for i, function in enumerate(self._functions):
+            for i, function in enumerate(functions):
                 if not function.signature.is_async:
-                    results[i] = _checked(function, partial(function.start, values, sample.row))
+                    results[i] = _called(function, samples)
         except _Failure as failure:
             self._send([call_id, failure.kind, failure.payload])
             return
@@ -156,7 +93,7 @@ class Worker:
             self._send([call_id, SCORED, results])
             return
         self._send([call_id, ADVANCED, None])
-        self._loop.call_soon_threadsafe(self._spawn, call_id, values, sample.row, results)
+        self._loop.call_soon_threadsafe(self._spawn, call_id, functions, samples, results)
 
     def _spawn(self, *call: Any) -> None:
         task = asyncio.get_running_loop().create_task(self._finish(*call))
@@ -164,12 +101,12 @@ class Worker:
         task.add_done_callback(self._tasks.discard)
 
     async def _finish(
-        self, call_id: int, values: Mapping[str, Any], row: Mapping[str, Any], results: list[float | None]
+        self, call_id: int, functions: list[Function], samples: list[Sample], results: list[list[Value]]
     ) -> None:
         async def one(i: int, function: Function) -> None:
-            results[i] = await self._awaited(function, values, row)
+            results[i] = await self._awaited(function, samples)
 
-        asynchronous = [(i, f) for i, f in enumerate(self._functions) if f.signature.is_async]
+        asynchronous = [(i, f) for i, f in enumerate(functions) if f.signature.is_async]
         try:
             await asyncio.gather(*(one(i, f) for i, f in asynchronous))
         except _Failure as failure:
@@ -177,47 +114,45 @@ class Worker:
         else:
             self._send([call_id, SCORED, results])
 
-    async def _awaited(
-        self, function: Function, values: Mapping[str, Any], row: Mapping[str, Any]
-    ) -> float | None:
+    async def _awaited(self, function: Function, samples: list[Sample]) -> list[Value]:
         name = function.signature.name
         clock = asyncio.timeout(self._timeout_s)
         try:
             async with clock:
-                result = await function.start(values, row)
+                started, reader = function.start(samples)
+                result = await started
         except BaseException as error:  # users' code may raise anything, SystemExit included
             if clock.expired():
                 raise _Failure(TIMED_OUT, name, "") from None
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
-            raise _Failure(RAISED, name, _traceback(error)) from None
-        return _checked(function, lambda: result)
+            raise _Failure(RAISED, name, traceback_text(error, _OURS)) from None
+        return _read(name, reader, result)
 
 
-def _checked(function: Function, start: Callable[[], Any]) -> float | None:
+def _called(function: Function, samples: list[Sample]) -> list[Value]:
     name = function.signature.name
     try:
-        result = start()
+        result, reader = function.start(samples)
     except BaseException as error:  # noqa: BLE001 users' code may raise anything, SystemExit included
-        raise _Failure(RAISED, name, _traceback(error)) from None
+        raise _Failure(RAISED, name, traceback_text(error, _OURS)) from None
+    return _read(name, reader, result)
+
+
+def _read(name: str, reader: Reader, result: Any) -> list[Value]:
     try:
-        return as_value(result)
+        return reader(result)
     except ValueError as error:
         raise _Failure(BAD_VALUE, name, str(error)) from None
 
 
-def _traceback(error: BaseException) -> str:
-    """The user's part of the traceback; its end, if it is long."""
+def traceback_text(error: BaseException, ours: Sequence[str]) -> str:
+    """The user's part of the traceback, without frames of the files ``ours``; its end, if it is long."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace)).strip()
     return text if len(text) <= _TRACEBACK_CHARACTERS else "..." + text[-_TRACEBACK_CHARACTERS:]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."
 
 
 def _die_with(parent: int) -> None:
@@ -242,7 +177,11 @@ def _receive(connection: socket.socket, calls: queue.SimpleQueue[Any]) -> None:
         os.killpg(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
+def connected() -> tuple[dict[str, Any], queue.SimpleQueue[Any], Callable[[list[Any]], None]]:
+    """What a worker process begins with: its setup, the calls that follow, and how replies are sent.
+
+    ``send`` may be used from any thread. The process ends with its parent from here on.
+    """
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     _die_with(int(sys.argv[2]))
@@ -256,12 +195,19 @@ def main() -> None:
 
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), name="receive", daemon=True).start()
-    setup = calls.get()
+    setup: dict[str, Any] = calls.get()
     if setup["cores"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, setup["cores"])
+    return setup, calls, send
+
+
+def main() -> None:
+    setup, calls, send = connected()
     try:
         folder = Path(setup["folder"])
-        functions = [load(f["path"], f["name"], f["args"], folder) for f in setup["functions"]]
+        functions = [
+            load(f["path"], f["name"], f["args"], folder, setup["timeout_s"]) for f in setup["functions"]
+        ]
     except ConfigError as error:
         send([SETUP_ID, REFUSED, str(error)])
         return

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from asyncrl.config import Config, SourceSection
 from asyncrl.config_load import parse_config
 from asyncrl.data import Prompts, load_prompts
+from asyncrl.data.order import permutation
 from asyncrl.data.sources import open_source, plain
-from asyncrl.data.stream import permutation
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.models.tokenizer import character_tokenizer
 

@@ -32,7 +32,7 @@ from asyncrl.rewards.binder import Sample, named_values, signature_of
 from asyncrl.rewards.builtin import exact_match, last_number
 from asyncrl.rewards.pool import RewardPool, RewardScore
 from asyncrl.rewards.process import Call, Replies, spawn
-from asyncrl.rewards.worker import as_value
+from asyncrl.rewards.results import as_value
 
 USER_CODE = '''
 import asyncio, ctypes, os, subprocess, sys, time
@@ -132,7 +132,9 @@ def score(pool: RewardPool, completion: str, **row: object) -> asyncio.Task[Rewa
         ("def f(data_source, solution_str, extra_info=None): ...", ["data_source"]),
         ("def f(prompt, row, info, completion_ids, finish_reason): ...", []),
         ("def f(*, answer, **kwargs): ...", []),
-        ("def f(completions): ...", ["completions"]),
+        ("def f(completions, prompts, log_extra, **kwargs): ...", []),
+        ("def f(queries, prompts, labels, **kwargs): ...", []),
+        ("def f(completions, completion): ...", ["completion"]),
     ],
 )
 def test_parameters_that_no_name_reaches_are_found(function: str, missing: list[str]) -> None:
@@ -142,7 +144,7 @@ def test_parameters_that_no_name_reaches_are_found(function: str, missing: list[
     assert len(problems) == len(missing)
     for problem, parameter in zip(problems, missing, strict=True):
         assert repr(parameter) in problem
-        assert "answer, completion" in problem
+        assert "answer, completion" in problem, "the names that there are"
 
 
 def test_args_bind_parameters_and_unknown_ones_are_found() -> None:
@@ -311,7 +313,7 @@ async def test_what_a_worker_answered_before_it_died_is_read(folder: Path, write
         await replies.read()  # it is ready
 
         def send(number: int, word: str) -> None:
-            packed = msgpack.packb([number, {}, "2+2=", word, [], "stop"])
+            packed = msgpack.packb([number, False, [[{}, "2+2=", word, [], "stop"]]])
             process.put(Call(number, "train-5", packed, asyncio.get_running_loop().create_future()))
 
         for number in range(50):

@@ -1,0 +1,125 @@
+"""A rollout of several turns: the model's message, the environment's answer, and so on to an end.
+
+Invariants:
+- Tokens in, tokens out: the context of a turn is what was sampled before, as sampled, with the environment's
+  tokens between, which have ``loss_mask`` False and the version of the token before them.
+- A trajectory ends ``stop`` when the environment says so, and ``length`` at a budget: turns, tokens or time.
+  What was sampled until then stays and is scored; an observation that does not fit is left out.
+- Between two turns it holds no slot of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config import ENVIRONMENT, EnvironmentSection
+from asyncrl.environments.base import ModelClient, RolloutResult
+from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.environments.turns import TurnEncoder
+from asyncrl.errors import EnvironmentValueError
+from asyncrl.types import Completion, FinishReason, Task
+from asyncrl.waiting import now
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """A trajectory as it grows; all lists have one length."""
+
+    ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def sampled(self, completion: Completion) -> None:
+        self.ids += completion.token_ids.tolist()
+        self.mask += [True] * len(completion.token_ids)
+        self.logprobs += completion.logprobs.tolist()
+        self.versions += completion.versions.tolist()
+
+    def observed(self, ids: Sequence[int]) -> None:
+        self.ids += ids
+        self.mask += [False] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.versions += [self.versions[-1]] * len(ids)
+
+
+class MultiTurn:
+    """The ``Rollout`` through an environment. ``decode``: token ids as text, special tokens left out."""
+
+    def __init__(
+        self,
+        pool: EnvironmentPool,
+        section: EnvironmentSection,
+        encoder: TurnEncoder,
+        decode: Callable[[Sequence[int]], str],
+        max_prompt_tokens: int,
+    ) -> None:
+        self._pool = pool
+        self._section = section
+        self._encoder = encoder
+        self._decode = decode
+        self._max_prompt_tokens = max_prompt_tokens
+
+    async def __call__(self, task: Task, client: ModelClient) -> RolloutResult:
+        """Play one trajectory. Raises EnvironmentFaultError for what its environment does wrong."""
+        section = self._section
+        ends_at = None if section.max_time_s is None else now() + section.max_time_s
+        async with self._pool.session(task.uid) as session:
+            prompt_ids = self._prompt(task, await session.reset(task.row))
+            tokens, messages, rewards = _Tokens(), [], {}
+            finish: FinishReason = "length"
+            for turn in range(1, section.max_turns + 1):
+                completion = await self._turn(client, prompt_ids, tokens)
+                tokens.sampled(completion)
+                if completion.finish_reason == "abort":
+                    finish = "abort"
+                    break
+                message = {"role": "assistant", "content": self._decode(completion.token_ids.tolist())}
+                step = await session.step(message)
+                messages.append(message)
+                if step.reward is not None:
+                    rewards[ENVIRONMENT] = step.reward
+                if step.done:
+                    finish = "stop"
+                    break
+                if turn == section.max_turns or (ends_at is not None and now() >= ends_at):
+                    break
+                observation = self._encoder.between(tokens.ids[-1], step.messages)
+                if len(tokens.ids) + len(observation) >= client.sampling.max_new_tokens:
+                    break
+                tokens.observed(observation)
+                messages += step.messages
+        return RolloutResult(
+            prompt_ids=np.asarray(prompt_ids, np.int32),
+            token_ids=np.asarray(tokens.ids, np.int32),
+            loss_mask=np.asarray(tokens.mask, np.bool_),
+            logprobs=np.asarray(tokens.logprobs, np.float32),
+            versions=np.asarray(tokens.versions, np.int32),
+            finish_reason=finish,
+            messages=messages,
+            rewards=rewards,
+        )
+
+    async def _turn(self, client: ModelClient, prompt_ids: Sequence[int], tokens: _Tokens) -> Completion:
+        """The model's next message, within what is left of the tokens."""
+        whole = client.sampling
+        room = whole.max_new_tokens - len(tokens.ids)
+        sampling = replace(whole, max_new_tokens=min(room, self._section.max_turn_tokens or room))
+        return await client.complete((*prompt_ids, *tokens.ids), sampling)
+
+    def _prompt(self, task: Task, added: Sequence[Any]) -> Sequence[int]:
+        """The task's own prompt, or one with the environment's first messages behind it."""
+        if not added:
+            return task.prompt_ids
+        ids = self._encoder.prompt(task.row, added, task.uid)
+        if len(ids) > self._max_prompt_tokens:
+            raise EnvironmentValueError(
+                f"{task.uid}: found a prompt of {len(ids)} tokens with what reset of environment "
+                f"{self._section.path!r} added; expected at most data.max_prompt_tokens = "
+                f"{self._max_prompt_tokens}"
+            )
+        return ids

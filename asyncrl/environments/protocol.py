@@ -1,0 +1,113 @@
+"""What a user's environment is: an object with ``reset`` and ``step``, and nothing of asyncrl in it.
+
+    class GuessingGame:
+        def __init__(self, most=100): ...                     # args of the config
+
+        def reset(self, task):                                # task: the row of the data set, a dict
+            self.secret, self.left = task["secret"], 7
+            return []                                         # messages to add to the row's prompt
+
+        def step(self, message):                              # {"role": "assistant", "content": ...}
+            guess = int(message["content"])
+            if guess == self.secret:
+                return {"done": True, "reward": 1.0}
+            return "higher" if guess < self.secret else "lower"
+
+One object is made for each trajectory, in a worker process; ``reset`` is called once, then ``step`` with each
+of the model's messages, on one thread. Any of them may be ``async``. A method ``close`` is called at the end,
+if there is one. ``as_step`` says what ``step`` may return.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Message = Mapping[str, Any]
+"""``role`` and ``content``, both text."""
+
+Observation = str | Message | Sequence[Message]
+"""Text (a message of the user's), a message, or several."""
+
+
+class Environment(Protocol):
+    """What is called; the class itself need not name this Protocol."""
+
+    def reset(self, task: Mapping[str, Any]) -> Observation | Awaitable[Observation | None] | None:
+        """Begin with one row of the data; what is returned is added to the row's prompt."""
+        ...
+
+    def step(self, message: Message) -> Any:
+        """Take the model's message; see ``as_step``. An exception fails the trajectory, not the run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step came to."""
+
+    messages: tuple[dict[str, str], ...] = ()
+    """What the model sees next; none where it is done."""
+    done: bool = False
+    reward: float | None = None
+    """Of the whole trajectory so far: the last one given counts. None: no word of it."""
+
+
+def as_step(result: Any) -> Step:
+    """What ``step`` returned, as a Step. Raises ValueError saying what is wrong with it.
+
+    An observation (text, a message, a list of messages) goes on. A dict with ``done`` says whether it is
+    over, with ``observation`` and ``reward`` if there are such. None and True end it without a reward.
+    """
+    if isinstance(result, Step):
+        return result
+    if result is None or result is True:
+        return Step(done=True)
+    if isinstance(result, Mapping) and "role" not in result:
+        unknown = sorted(set(map(str, result)) - {"done", "observation", "reward"})
+        if unknown or not isinstance(result.get("done"), bool):
+            raise ValueError(
+                f"found a dict with {', '.join(map(str, result)) or 'nothing'}; expected done (true or "
+                "false), and observation and reward if there are such"
+            )
+        seen = result.get("observation")
+        messages = () if seen is None else as_messages(seen)
+        if not messages and not result["done"]:
+            raise ValueError("found done False and no observation; expected one of them")
+        return Step(messages, result["done"], _reward(result.get("reward")))
+    messages = as_messages(result)
+    if not messages:
+        raise ValueError("found an empty list; expected an observation, or a dict with done")
+    return Step(messages)
+
+
+def as_messages(observation: Any) -> tuple[dict[str, str], ...]:
+    """An observation as messages; text is the user's. Raises ValueError for anything else."""
+    if observation is None:
+        return ()
+    if isinstance(observation, str):
+        return ({"role": "user", "content": observation},)
+    if isinstance(observation, Mapping):
+        role, content = observation.get("role"), observation.get("content")
+        if not isinstance(role, str) or not isinstance(content, str) or role == "assistant":
+            raise ValueError(
+                f"found a message with role {role!r} and content of type {type(content).__name__}; expected "
+                "text in both, and another role than assistant"
+            )
+        return ({"role": role, "content": content},)
+    if isinstance(observation, (list, tuple)):
+        return tuple(message for item in observation for message in as_messages(item))
+    raise ValueError(f"found {type(observation).__name__}; expected text, a message or a list of messages")
+
+
+def _reward(value: Any) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"reward: found {value!r}; expected one finite number, or None")
+    return float(value)
