@@ -1,4 +1,4 @@
-"""The commands: ``asyncrl train | check | bench | simulate | export | doctor``.
+"""The commands: ``asyncrl train | check | bench | simulate | report | export | doctor``.
 
 Invariants:
 - Importing this module, ``--help`` and a config error import nothing heavy.
@@ -146,6 +146,22 @@ def simulate(
             out=out,
             console=console,
         )
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs to compare.", metavar="RUN...")],
+    html: Annotated[Path, typer.Option(help="The file to write.", metavar="FILE")] = Path("report.html"),
+    open: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+) -> None:
+    """Compare runs on one HTML page: rewards, throughput, lag, who waited for whom, settings."""
+    with _exit_codes():
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        from asyncrl.report.command import open_in_browser, write_report
+
+        write_report(runs, html)
+        if open:
+            open_in_browser(html)
 
 
 @app.command()
