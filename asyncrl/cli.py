@@ -1,4 +1,4 @@
-"""The commands: ``asyncrl train | check | bench | simulate | export | doctor``.
+"""The commands: ``asyncrl train | check | bench | tune | simulate | report | export | doctor``.
 
 Invariants:
 - Importing this module, ``--help`` and a config error import nothing heavy.
@@ -97,6 +97,9 @@ def bench(
     repeats: Annotated[int, typer.Option(help="Runs of each mode, in turn.", min=1)] = 3,
     warm_up: WarmUp = 5,
     json: JsonFile = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a report of the first run of each mode here.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Run the config in each mode, in turn, and say what overlap bought and what limits it."""
     with _exit_codes():
@@ -121,8 +124,46 @@ def bench(
                 warm_up=warm_up,
                 json_file=json,
                 console=console,
+                html_file=html,
             )
         )
+
+
+@app.command()
+def tune(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option(help="Take the costs from this run's folder; else a short run is made.", metavar="RUN"),
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Run the best two for real.")] = False,
+    steps: Annotated[int, typer.Option(help="Steps that count of each of these runs.", min=1)] = 20,
+    repeats: Annotated[int, typer.Option(help="Runs of each of the two, in turn.", min=1)] = 2,
+    json: JsonFile = None,
+) -> None:
+    """Search the schedule on the simulator, with the config's own costs: speed against lag."""
+    with _exit_codes():
+        from asyncrl.config_load import load_config
+
+        loaded = load_config(config, overrides or ())
+        from rich.console import Console
+
+        from asyncrl.run import set_up_logging
+        from asyncrl.tune.command import run_tune
+
+        set_up_logging(Console(stderr=True))
+        console = Console(stderr=str(json) == "-")
+        code = run_tune(
+            loaded,
+            from_run=from_run,
+            verify=verify,
+            repeats=repeats,
+            steps=steps,
+            json_file=json,
+            console=console,
+        )
+        raise typer.Exit(code)
 
 
 @app.command()
@@ -159,6 +200,22 @@ def simulate(
             out=out,
             console=console,
         )
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs to compare.", metavar="RUN...")],
+    html: Annotated[Path, typer.Option(help="The file to write.", metavar="FILE")] = Path("report.html"),
+    open: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+) -> None:
+    """Compare runs on one HTML page: rewards, throughput, lag, who waited for whom, settings."""
+    with _exit_codes():
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        from asyncrl.report.command import open_in_browser, write_report
+
+        write_report(runs, html)
+        if open:
+            open_in_browser(html)
 
 
 @app.command()

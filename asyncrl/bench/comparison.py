@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.bench.figures import Figures
-from asyncrl.bench.modes import MODES
+from asyncrl.bench.modes import NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Comparison:
         return {
             "config": dict(config),
             "machine": dict(machine),
-            "modes": {name: ran.get(name) for name in MODES},
+            "modes": {name: ran.get(name) for name in NAMES},
             "speedup": self.speedup,
             "speedup_vs_colocated": self.speedup_vs_colocated,
             "ideal_speedup": self.ideal_speedup,

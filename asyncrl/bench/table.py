@@ -85,6 +85,9 @@ def conclusions(comparison: Comparison, verdict: Verdict | None) -> list[str]:
                 "More than the ideal is a measurement error: a mode that was disturbed, or too few steps. "
                 "Measure again with more --steps or --repeats."
             )
+    against = comparison.speedup_vs_colocated
+    if against is not None:
+        lines.append(f"async is {against:.2f} times as fast as colocated, which has the same devices.")
     if not comparison.rate_is_saturated:
         lines.append(
             "No run had all slots taken: the ideal is computed from the best rate that was seen, and may be "

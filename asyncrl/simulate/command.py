@@ -10,13 +10,12 @@ from rich.console import Console
 
 from asyncrl.bench.comparison import Comparison
 from asyncrl.bench.figures import Window, measure
-from asyncrl.bench.modes import MODES, require_overlap
+from asyncrl.bench.modes import overrides_of, require_overlap
 from asyncrl.bench.output import write_json
 from asyncrl.bench.table import print_comparison
 from asyncrl.bench.verdict import judge
-from asyncrl.errors import UsageError
 from asyncrl.simulate.run import SimulatedRun, simulate
-from asyncrl.simulate.workload import SimulationConfig, load_simulation
+from asyncrl.simulate.workload import SimulationConfig, load_simulation, with_settings
 
 log = logging.getLogger(__name__)
 
@@ -28,20 +27,16 @@ def simulate_modes(
 
     With ``out``, each mode's files go into a folder of its name there.
 
-    Raises ConfigError for what is wrong with the file, UsageError for a mode that no simulation knows, and
-    what ends a run.
+    Raises ConfigError for what is wrong with the file or cannot be run in a mode, and what ends a run.
     """
-    if "colocated" in modes:
-        raise UsageError(
-            "--modes: found colocated; expected sync and async: a simulation has no devices to share"
-        )
     config = load_simulation(file, overrides)
     require_overlap(config, modes)
     window = Window(warm_up, config.run.steps, config.schedule.pipeline_depth + 1)
     runs = {}
     for mode in modes:
-        settings = [*overrides, *MODES[mode], f"run.steps={window.total}"]
-        runs[mode] = simulate(load_simulation(file, settings), out=None if out is None else out / mode)
+        settings = (*overrides_of(mode, config), f"run.steps={window.total}")
+        in_mode = with_settings(config, settings, name=f"{file} in mode {mode}")
+        runs[mode] = simulate(in_mode, out=None if out is None else out / mode)
     figures = {mode: [measure(run.lines, window)] for mode, run in runs.items()}
     return config, runs, Comparison.of(figures)
 

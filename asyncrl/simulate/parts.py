@@ -102,11 +102,12 @@ def prefill_seconds(generation: GenerationSection) -> Callable[[GenerationReques
 def update_seconds(config: SimulationConfig) -> Callable[[Batch], float]:
     """What an update takes, by its batch."""
     costs = config.workload.learner
+    token_s = costs.token_s * (costs.ranks or config.learner.ranks) / config.learner.ranks
 
     def seconds(batch: Batch) -> float:
         trajectories = (t for item in batch.items for t in item.meta.trajectories)
         tokens = sum(t.prompt_tokens + t.response_tokens for t in trajectories)
-        return costs.step_s + costs.token_s * tokens
+        return costs.step_s + token_s * tokens
 
     return seconds
 
@@ -133,6 +134,7 @@ class ReplicaMaker:
         self._tasks = tasks
         self._length_of = length_of
         self._made = 0
+        self._shared = config.placement.mode == "colocated"
         pace = [token_seconds(workload.generation.token_s, n) for n in range(config.generators.slots + 1)]
         self._token_s = pace[1]
         self._slowdown = [seconds / pace[1] for seconds in pace]
@@ -149,8 +151,11 @@ class ReplicaMaker:
             slowdown=self._slowdown.__getitem__,
             prefill_s=self._prefill,
             start_s=start_s,
-            swap_s=workload.push.pause_s,
+            swap_s=0.0 if self._shared else workload.push.pause_s,
             recompute_s=workload.push.recompute_s,
+            shared=self._shared,
+            sleep_s=workload.turns.sleep_s,
+            wake_s=workload.turns.wake_s,
         )
         self._made += 1
         mean_life_s = workload.failures.mean_life_s

@@ -17,16 +17,20 @@ from typing import Any
 from asyncrl.controller import Controller, Summary
 from asyncrl.evaluation import Evaluator
 from asyncrl.generators.pool import GeneratorPool
+from asyncrl.learners.base import Learner
 from asyncrl.ledger import Retired
 from asyncrl.observer import Observer
+from asyncrl.pushes import Publisher
 from asyncrl.run_folder import RunFolder
 from asyncrl.simulate.clock import run_virtual
 from asyncrl.simulate.lengths import make_lengths
 from asyncrl.simulate.parts import ReplicaMaker, SimulatedTasks, make_learner
 from asyncrl.simulate.workload import SimulationConfig
 from asyncrl.timeline import Timeline
+from asyncrl.turns import ColocatedTurns, NoTurns, Turns
 from asyncrl.types import Metrics, ReadyGroup
 from asyncrl.weight_sync.publish import WeightPublisher
+from asyncrl.weight_sync.relabel import RelabelPublisher
 
 
 @dataclass(slots=True)
@@ -98,27 +102,44 @@ async def run_simulated(config: SimulationConfig, observer: Observer, timeline: 
     tasks = SimulatedTasks(workload.generation.prompt_tokens)
     maker = ReplicaMaker(config, tasks, lengths)
     learner = make_learner(config)
+    pool, publisher, turns = _sides(config, maker, learner, timeline)
+    evaluator = Evaluator(pool, (), config)
+    controller = Controller(
+        config, tasks, pool, learner, publisher, evaluator, observer, turns=turns, timeline=timeline
+    )
+    return await controller.run()
+
+
+def _sides(
+    config: SimulationConfig, maker: ReplicaMaker, learner: Learner, timeline: Timeline | None
+) -> tuple[GeneratorPool, Publisher, Turns]:
+    """The generators, and what passes weights and turns to them, as ``placement.mode`` says."""
+    generators, sync = config.generators, config.weight_sync
+    colocated = config.placement.mode == "colocated"
     pool = GeneratorPool(
-        [maker.make(f"generator {i}") for i in range(config.generators.replicas)],
-        restart=maker.restart,
-        max_restarts=config.generators.max_restarts,
-        health_every_s=config.generators.health_every_s,
-        health_timeout_s=config.generators.health_timeout_s,
+        [maker.make(f"generator {i}") for i in range(generators.replicas)],
+        restart=None if colocated else maker.restart,
+        max_restarts=0 if colocated else generators.max_restarts,
+        health_every_s=generators.health_every_s,
+        health_timeout_s=generators.health_timeout_s,
         timeline=timeline,
     )
+    clock = asyncio.get_running_loop().time
+    if colocated:
+        turns = ColocatedTurns(pool, timeout_s=sync.timeout_s)
+        relabel = RelabelPublisher(learner, pool, turns, timeout_s=sync.timeout_s, clock=clock)
+        return pool, relabel, turns
     publisher = WeightPublisher(
         learner,
         pool,
         backend="gloo",
-        bucket_bytes=config.weight_sync.bucket_bytes,
-        timeout_s=config.weight_sync.timeout_s,
+        bucket_bytes=sync.bucket_bytes,
+        timeout_s=sync.timeout_s,
         in_flight=config.schedule.in_flight_updates,
         kv=config.schedule.kv_after_swap,
-        clock=asyncio.get_running_loop().time,
+        clock=clock,
     )
-    evaluator = Evaluator(pool, (), config)
-    controller = Controller(config, tasks, pool, learner, publisher, evaluator, observer, timeline=timeline)
-    return await controller.run()
+    return pool, publisher, NoTurns()
 
 
 def _open(folder: Path, config: SimulationConfig) -> RunFolder:

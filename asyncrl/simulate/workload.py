@@ -98,6 +98,9 @@ class LearningSection(Section):
     """What every update takes."""
     token_s: NonNegativeFloat = 0.0
     """More for each token of its batch, prompts included, all ranks together."""
+    ranks: PositiveInt | None = None
+    """Ranks that ``token_s`` is of: with twice as many a token takes half of it. Null: it is of
+    ``learner.ranks``, however many."""
 
 
 class PushSection(Section):
@@ -111,6 +114,15 @@ class PushSection(Section):
     """Longer standstill with ``schedule.kv_after_swap: recompute`` and sequences running."""
     copy_s: NonNegativeFloat = 0.0
     """Standstill of the learner with ``weight_sync.overlap``."""
+
+
+class TurnsSection(Section):
+    """How long it takes until the other side has the devices, with ``placement.mode: colocated``."""
+
+    sleep_s: NonNegativeFloat = 0.0
+    """Generators fall asleep."""
+    wake_s: NonNegativeFloat = 0.0
+    """They wake at the next version; ``push.recompute_s`` more with unfinished answers."""
 
 
 class RewardsSection(Section):
@@ -144,6 +156,8 @@ class WorkloadSection(Section):
     """How long updates take."""
     push: PushSection = PushSection()
     """How long pushes take."""
+    turns: TurnsSection = TurnsSection()
+    """How long turns take to change hands."""
     reward: RewardsSection = RewardsSection()
     """What answers are worth."""
     failures: FailuresSection = FailuresSection()
@@ -172,3 +186,13 @@ def parse_simulation(
         if isinstance(given, dict):  # else it is refused by name
             sections[section] = defaults | given
     return parse_as(SimulationConfig, sections, overrides, name=name)
+
+
+def with_settings(
+    config: SimulationConfig, overrides: Sequence[str], *, name: str = "workload"
+) -> SimulationConfig:
+    """``config`` with ``overrides``. Where these change the number of ranks, a token's time follows."""
+    values = config.model_dump(mode="json")
+    costs = values["workload"]["learner"]
+    costs["ranks"] = costs["ranks"] or config.learner.ranks
+    return parse_simulation(values, overrides, name=name)

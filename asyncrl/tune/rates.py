@@ -1,0 +1,103 @@
+"""How long one more token takes by the number of running sequences, from when answers had their slots.
+
+Invariants:
+- Only time in which an engine sampled counts: its standstills for pushes are taken out.
+- What prompts take is part of the tokens' time: an engine that takes prompts in samples more slowly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import UsageError
+
+Floats = NDArray[np.floating[Any]]
+
+_MOST_STAYS = 20_000
+"""The last ones of a replica that are looked at."""
+_MOST_KNOTS = 5
+_ITERATIONS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """An answer's time in a slot, in seconds, and the tokens that it came to."""
+
+    begun: float
+    ended: float
+    tokens: int
+
+
+def fit_token_seconds(
+    replicas: Sequence[Sequence[Stay]], standstills: Sequence[tuple[float, float]]
+) -> dict[int, float]:
+    """``workload.generation.token_s`` under which every stay gives its tokens, by least squares.
+
+    ``replicas``: the stays on each; ``standstills``: (start, end) in which none sampled. UsageError where no
+    stay has a length.
+    """
+    stays = [stay for replica in replicas for stay in replica[-_MOST_STAYS:]]
+    parts = [_exposure(replica[-_MOST_STAYS:], standstills) for replica in replicas if replica]
+    widest = max((part.shape[1] for part in parts), default=0)
+    exposure = np.vstack([np.pad(part, ((0, 0), (0, widest - part.shape[1]))) for part in parts] or [[]])
+    tokens = np.array([stay.tokens for stay in stays], dtype=float)
+    if not stays or exposure.sum() <= 0:
+        raise UsageError(
+            f"found {len(stays)} answers that took any time; expected at least one to measure by"
+        )
+    for count in range(_MOST_KNOTS, 1, -1):
+        knots = _knots(exposure, count)
+        seconds = _solve(exposure, tokens, knots)
+        if seconds is not None:
+            return dict(zip(knots, seconds.tolist(), strict=True))
+    # One speed for all: the sum of all time over that of all tokens.
+    return {widest: float(exposure.sum() / tokens.sum())}
+
+
+def _exposure(stays: Sequence[Stay], standstills: Sequence[tuple[float, float]]) -> Floats:
+    """(stays, n): seconds of each stay in which n + 1 sequences ran on its replica."""
+    begun = np.array([stay.begun for stay in stays])
+    ended = np.array([stay.ended for stay in stays])
+    stops = np.array(standstills, dtype=float).reshape(-1, 2)
+    times = np.unique(np.concatenate([begun, ended, stops.ravel()]))
+    middles = (times[:-1] + times[1:]) / 2
+    running = np.searchsorted(np.sort(begun), middles) - np.searchsorted(np.sort(ended), middles)
+    still = np.searchsorted(np.sort(stops[:, 0]), middles) - np.searchsorted(np.sort(stops[:, 1]), middles)
+    sampled = np.where((running > 0) & (still == 0), np.diff(times), 0.0)
+    total = np.zeros((len(times), int(max(running.max(initial=1), 1))))  # up to each time, by n
+    total[np.arange(1, len(times)), np.maximum(running, 1) - 1] = sampled
+    total = np.cumsum(total, axis=0)
+    found: Floats = total[np.searchsorted(times, ended)] - total[np.searchsorted(times, begun)]
+    return found
+
+
+def _knots(exposure: Floats, count: int) -> list[int]:
+    """Numbers of sequences between which the time of a token is linear: as much was seen below as above each."""
+    seen = exposure.sum(axis=0)
+    share = np.cumsum(seen) / seen.sum()
+    places = np.searchsorted(share, np.linspace(0.02, 0.98, count))
+    return sorted({int(place) + 1 for place in places})
+
+
+def _solve(exposure: Floats, tokens: Floats, knots: Sequence[int]) -> Floats | None:
+    """Seconds a token at the knots, by Gauss-Newton; None where it finds none that are all positive."""
+    if len(knots) < 2:
+        return None
+    numbers = np.arange(1, exposure.shape[1] + 1)
+    basis = np.stack([np.interp(numbers, knots, row) for row in np.eye(len(knots))], axis=1)  # (n, knots)
+    seconds = np.full(len(knots), exposure.sum() / tokens.sum())
+    for _ in range(_ITERATIONS):
+        pace = basis @ seconds
+        slopes = -(exposure / pace**2) @ basis
+        step, *_ = np.linalg.lstsq(slopes, tokens - exposure @ (1 / pace), rcond=None)
+        # No further than to half or double at once.
+        seconds = np.clip(seconds + step, seconds / 2, seconds * 2)
+        if np.abs(step).max() <= 1e-9 * seconds.max():
+            break
+    found: Floats = seconds
+    return found if seconds.min() > 0.05 * seconds.max() else None

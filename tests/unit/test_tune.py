@@ -1,0 +1,196 @@
+"""Calibration and search: runs that the simulator made stand in for real ones, so that the truth is known."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from asyncrl.bench.figures import Figures, Window, measure
+from asyncrl.bench.modes import MODES
+from asyncrl.cli import app
+from asyncrl.config import Config
+from asyncrl.config_load import parse_config
+from asyncrl.errors import UsageError
+from asyncrl.recorded import read_run
+from asyncrl.simulate.run import simulate
+from asyncrl.simulate.workload import parse_simulation
+from asyncrl.tune.command import advise, as_json, print_advice
+from asyncrl.tune.costs import Costs, measure_costs
+from asyncrl.tune.prediction import predict_itself
+from asyncrl.tune.rates import Stay, fit_token_seconds
+from asyncrl.tune.search import Candidate, Laboratory, Outcome, as_yaml_block, pareto, recommended
+
+WORKLOAD: dict[str, Any] = {
+    "workload": {
+        "lengths": {"log_normal": {"median": 60, "sigma": 0.8, "prompt_share": 0.5}},
+        "generation": {"token_s": {1: 0.004, 8: 0.005, 16: 0.008}},
+        "learner": {"step_s": 0.3, "token_s": 2.0e-4},
+        "push": {"send_s": 0.1, "pause_s": 0.03},
+        "reward": {"mean": 0.4, "score_s": 0.02},
+    },
+    "run": {"steps": 16},
+    "rollout": {"group_size": 4, "groups_per_step": 4, "max_new_tokens": 400},
+    "schedule": {"pipeline_depth": 1, "max_staleness": 2},
+    "generators": {"slots": 16},
+}
+
+
+def record(folder: Path, *overrides: str) -> Path:
+    """A run of the workload with its files, as ``asyncrl train`` leaves them."""
+    config = parse_simulation(WORKLOAD, overrides)
+    simulate(config, out=folder)
+    values = config.model_dump(mode="json")
+    del values["workload"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    return folder
+
+
+def settings(*overrides: str) -> Config:
+    values = parse_simulation(WORKLOAD).model_dump(mode="json")
+    del values["workload"]
+    return parse_config(values, overrides)
+
+
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("runs") / "sync", *MODES["sync"])
+
+
+@pytest.fixture(scope="module")
+def costs(synchronous: Path) -> Costs:
+    return measure_costs(read_run(synchronous))
+
+
+def test_costs_are_those_that_the_run_was_made_with(costs: Costs) -> None:
+    truth = WORKLOAD["workload"]
+    for running in (2, 4, 8, 12, 16):
+        expected = np.interp(running, [1, 8, 16], [0.004, 0.005, 0.008])
+        points = sorted(costs.token_s.items())
+        found = np.interp(running, [n for n, _ in points], [s for _, s in points])
+        assert found == pytest.approx(expected, rel=0.1), running
+    assert costs.update_token_s == pytest.approx(2.0e-4, rel=0.02)
+    # The prompts' 16 x 64 tokens count as part of what every update takes.
+    assert costs.update_s == pytest.approx(0.3 + 16 * 64 * 2.0e-4, rel=0.02)
+    assert (costs.send_s, costs.pause_s) == pytest.approx((0.1, 0.03), rel=0.01)
+    assert costs.score_s == pytest.approx(truth["reward"]["score_s"], rel=0.05)
+    assert costs.overhead_s == pytest.approx(0.0, abs=1e-6)
+    assert len(costs.lengths) == 16 * 16
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_calibration_predicts_the_run_that_it_came_from(mode: str, tmp_path: Path) -> None:
+    run = read_run(record(tmp_path / mode, *MODES[mode]))
+    prediction = predict_itself(run, measure_costs(run))
+    assert abs(prediction.error) < 0.1
+    assert prediction.simulated_lag_mean == pytest.approx(prediction.lag_mean, abs=0.1)
+
+
+def test_a_synchronous_calibration_predicts_an_asynchronous_run(tmp_path: Path, costs: Costs) -> None:
+    run = read_run(record(tmp_path / "deep", "schedule.pipeline_depth=2", "schedule.max_staleness=3"))
+    prediction = predict_itself(run, costs)
+    assert abs(prediction.error) < 0.1
+    assert prediction.simulated_lag_mean == pytest.approx(prediction.lag_mean, rel=0.1)
+
+
+def test_rates_leave_standstills_out() -> None:
+    # Two answers of 10 tokens at 0.1 s side by side, and 3 s in the middle in which nothing moves.
+    stays = [Stay(0.0, 4.0, 10), Stay(0.0, 4.0, 10)]
+    assert fit_token_seconds([stays], [(1.0, 4.0)]) == pytest.approx({2: 0.1})
+    assert fit_token_seconds([stays, stays], [(1.0, 4.0)]) == pytest.approx({2: 0.1})
+    with pytest.raises(UsageError, match="found 0 answers"):
+        fit_token_seconds([], [])
+
+
+def test_a_run_that_tells_no_costs_is_refused(tmp_path: Path) -> None:
+    short = record(tmp_path / "short", "run.steps=3")
+    with pytest.raises(UsageError, match="found 3 steps in .*; expected at least 6"):
+        measure_costs(read_run(short))
+    run = record(tmp_path / "colocated", "placement.mode=colocated", *MODES["sync"])
+    with pytest.raises(UsageError, match=r"placement\.mode: found colocated"):
+        measure_costs(read_run(run))
+
+
+def test_costs_are_found_without_a_timeline(tmp_path: Path, synchronous: Path) -> None:
+    run = record(tmp_path / "plain", *MODES["sync"], "log.trace_mb=0")
+    with pytest.raises(UsageError, match="found 0 files with 0 groups"):
+        measure_costs(read_run(run))
+
+
+def figures(tokens_per_s: float, lag_mean: float, lag_max: float) -> Figures:
+    zero = dict.fromkeys(Figures.__dataclass_fields__, 0.0)
+    chosen = {"steps": 1, "wall_s": 1.0, "tokens": tokens_per_s, "lag_mean": lag_mean, "lag_max": lag_max}
+    return Figures(**{**zero, **chosen, "length_bias": None, "rewards": ()})  # type: ignore[arg-type]
+
+
+def outcome(depth: int, tokens_per_s: float, lag_mean: float, lag_max: float) -> Outcome:
+    return Outcome(Candidate(depth, depth, 1, 8), (figures(tokens_per_s, lag_mean, lag_max),))
+
+
+def test_the_front_is_what_no_other_beats_and_the_choice_the_least_lag_near_the_best() -> None:
+    slow, middle, fast = outcome(0, 50, 0.0, 0), outcome(1, 99, 1.0, 1), outcome(3, 100, 2.0, 3)
+    beaten, equal = outcome(2, 98, 1.5, 2), outcome(4, 100, 2.0, 3)
+    everything = [slow, beaten, middle, fast, equal]
+    assert pareto(everything) == [fast, middle, slow]
+    assert recommended(everything) is middle, "1 % slower, and half the lag"
+    assert recommended([slow, outcome(1, 90, 1.0, 1), fast]) is fast, "10 % slower is too much"
+
+
+def test_advice_beats_the_config_as_it_stands(synchronous: Path, costs: Costs) -> None:
+    config = settings("schedule.pipeline_depth=0", "schedule.max_staleness=0")
+    advice = advise(config, read_run(synchronous), costs)
+    assert advice.gain > 1.3
+    choice = advice.choice.candidate
+    assert choice.depth >= 1
+    assert advice.present in [o for o in advice.front if o.candidate.depth == 0] or advice.present.lag_max == 0
+    # What is recommended is a config that can be run, and gains what was said in the full simulation.
+    parsed = settings(*(f"{key}={json.dumps(value)}" for key, value in choice.settings(config).items()))
+    assert parsed.schedule.pipeline_depth == choice.depth
+    overrides = [
+        f"schedule.pipeline_depth={choice.depth}",
+        f"schedule.max_staleness={choice.staleness}",
+        f"schedule.publish_every={choice.publish_every}",
+        f"generators.slots={choice.slots}",
+    ]
+    window = Window(6, 24, choice.depth + 1)
+    if not choice.colocated:
+        truth = measure(
+            simulate(parse_simulation(WORKLOAD, [*overrides, f"run.steps={window.total}"])).lines, window
+        )
+        assert advice.choice.tokens_per_s == pytest.approx(truth.tokens_per_s, rel=0.1)
+    screen = StringIO()
+    print_advice(Console(file=screen, width=140), advice, config)
+    assert as_yaml_block(choice.settings(config)) in screen.getvalue()
+    assert "The calibration misses the run that it came from by" in " ".join(screen.getvalue().split())
+    assert json.loads(json.dumps(as_json(advice, config)))["recommended"]["tokens_per_s"] > 0
+
+
+def test_a_block_is_yaml_that_sets_the_settings() -> None:
+    candidate = Candidate(1, 2, 1, 32, colocated=False)
+    assert yaml.safe_load(as_yaml_block(candidate.settings(settings()))) == {
+        "schedule": {"pipeline_depth": 1, "max_staleness": 2, "publish_every": 1},
+        "generators": {"slots": 32},
+    }
+
+
+def test_what_the_placement_refuses_is_no_candidate(costs: Costs) -> None:
+    colocated = Candidate(0, 0, 1, 16, colocated=True)
+    assert Laboratory(settings(), costs).allows(colocated) is None
+    why_not = Laboratory(settings("learner.zero_stage=3"), costs).allows(colocated)
+    assert why_not is not None
+    assert "learner.zero_stage: found 3" in why_not
+
+
+def test_the_command_refuses_what_it_cannot_tune(tmp_path: Path, synchronous: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text((synchronous / "config.yaml").read_text())
+    nowhere = ["tune", "--config", str(file), "--from-run", str(tmp_path)]
+    for arguments in (nowhere, [*nowhere, "placement.mode=colocated"]):
+        assert CliRunner().invoke(app, arguments).exit_code == 2
