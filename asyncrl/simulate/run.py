@@ -126,8 +126,8 @@ def _sides(
     )
     clock = asyncio.get_running_loop().time
     if colocated:
-        turns = ColocatedTurns(pool, timeout_s=sync.timeout_s)
-        relabel = RelabelPublisher(learner, pool, turns, timeout_s=sync.timeout_s, clock=clock)
+        turns = ColocatedTurns(pool, learner, timeout_s=sync.timeout_s)
+        relabel = RelabelPublisher(pool, turns, timeout_s=sync.timeout_s, clock=clock)
         return pool, relabel, turns
     publisher = WeightPublisher(
         learner,
