@@ -42,7 +42,13 @@ def _weights(config: Config) -> list[str]:
     """Whole weights in one place, of which no copy is ever sent to generators."""
     problems = []
     learner, sync = config.learner, config.weight_sync
-    if learner.zero_stage > 2:
+    if learner.backend == "fsdp2":
+        problems.append(
+            "learner.backend: found 'fsdp2' with placement.mode colocated; expected deepspeed, because "
+            "generators compute with the ranks' own parameters, of which each holds a part alone with FSDP2: "
+            "set learner.backend to deepspeed, or placement.mode to split"
+        )
+    elif learner.zero_stage > 2:
         problems.append(
             f"learner.zero_stage: found {learner.zero_stage} with placement.mode colocated; expected at most "
             "2, because generators compute with the ranks' own parameters, of which a rank holds only a part "

@@ -105,7 +105,7 @@ class RayCritic:
                 for rank in range(ranks)
             ],
         )
-        self._together = config.critic.zero_stage == 3
+        self._together = config.critic.is_sharded
         """Whether a forward pass takes all ranks."""
         self._busy = [0] * ranks
         """Groups that each rank has."""

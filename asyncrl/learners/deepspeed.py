@@ -1,6 +1,6 @@
-"""One learner rank on DeepSpeed, ZeRO 0 to 3, on CPU (gloo) or CUDA (nccl).
+"""One learner rank, on any ``TrainingEngine``, on CPU (gloo) or CUDA (nccl).
 
-``engine`` is what it shares with the critic; here is what is the policy's own.
+The engine is what it shares with the critic; here is what is the policy's own.
 
 Invariants:
 - A trained token with lag > max_staleness, or of a version that does not exist yet, raises
@@ -36,7 +36,7 @@ from asyncrl.errors import InvariantError
 from asyncrl.learners.advantages import batch_wide, from_user
 from asyncrl.learners.base import LearnerInfo, MiniBatch, RankStep, StepResult, TrainSample, finite
 from asyncrl.learners.collate import MicroBatch, collate
-from asyncrl.learners.engine import TrainingEngine
+from asyncrl.learners.engines import make_engine
 from asyncrl.learners.lora import LoraAdapter
 from asyncrl.learners.masking import check_staleness, mask_stale
 from asyncrl.learners.objective import Objective, Tally
@@ -99,7 +99,7 @@ class DeepSpeedLearner:
         self._push_adapters = push_adapters
         self._total_steps = total_steps
         self._rank = rank
-        self._engine = TrainingEngine(
+        self._engine = make_engine(
             learner,
             "learner",
             dtype=model.dtype,
@@ -143,7 +143,7 @@ class DeepSpeedLearner:
                 manifest, adapters = self._adapter.manifest, self._adapter.specs
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._engine.build(model)
-        self._weights = PolicyWeights(self._engine, self._adapter, sharded=self._settings.zero_stage == 3)
+        self._weights = PolicyWeights(self._engine, self._adapter)
         reference = self._reference_section
         if reference.place == "learner" and self._needs_reference:
             self._resident = ResidentReference(self._engine, every=reference.refresh_every, ema=reference.ema)
@@ -332,12 +332,12 @@ class DeepSpeedLearner:
         return self._weights.shards(bucket)
 
     def share(self) -> SharedModel:
-        if self._settings.zero_stage == 3 or self._adapter is not None:
+        if self._engine.is_sharded or self._adapter is not None:
             raise InvariantError("asked to share weights that lie in parts: config checks refuse that")
         return SharedModel(self._engine.module)
 
     def checksum(self) -> str:
-        """Checksum of the full parameters; collective for ZeRO-3, the same on every rank."""
+        """Checksum of the full parameters; collective, the same on every rank."""
         return state_checksum(self.named_parameters())
 
     def export(self, folder: Path) -> None:

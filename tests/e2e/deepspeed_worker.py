@@ -1,4 +1,4 @@
-"""What the DeepSpeed tests run in the ranks' processes, and how they start them.
+"""What the tests of learner ranks run in their processes, and how they start them.
 
 Ranks are forked from a server that has imported everything once; each group of ranks lives for one
 job, because DeepSpeed keeps one engine a process.
@@ -50,6 +50,7 @@ class Rank:
     rank: int
     ranks: int
     port: int
+    backend: str = "deepspeed"
     lr: float = 1e-3
     dtype: str = "float32"
     packing: bool = False
@@ -62,6 +63,7 @@ def learner(at: Rank) -> Iterator[tuple[DeepSpeedLearner, Manifest]]:
     rank = DeepSpeedLearner(
         model=ModelSection.model_validate({"path": str(at.folder), "dtype": at.dtype}),
         learner=LearnerSection(
+            backend=at.backend,
             ranks=at.ranks,
             zero_stage=at.stage,
             lr=at.lr,
@@ -216,7 +218,7 @@ def train(at: Rank, versions: int) -> dict[str, Any]:
             digests.append(state_digest(rank))
         buckets = plan_buckets(manifest, 1 << 16)
         flat = [rank.gather_bucket(bucket) for bucket in buckets]
-        rank.export(at.folder.parent / f"export-{at.stage}-{at.ranks}")
+        rank.export(at.folder.parent / f"export-{at.backend}-{at.stage}-{at.ranks}")
         return {
             "metrics": result.metrics,
             "norms": norms,
@@ -280,9 +282,8 @@ def run_ranks(job: Callable[..., Any], folder: Path, *, stage: int, ranks: int, 
     context.set_forkserver_preload([__name__])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    fields = {
-        key: options.pop(key) for key in ("lr", "dtype", "packing", "reference", "learns") if key in options
-    }
+    keys = ("backend", "lr", "dtype", "packing", "reference", "learns")
+    fields = {key: options.pop(key) for key in keys if key in options}
     with ProcessPoolExecutor(ranks, mp_context=context) as pool:
         futures = [
             pool.submit(job, Rank(folder, stage, rank, ranks, port, **fields), **options)

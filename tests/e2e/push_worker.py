@@ -71,7 +71,9 @@ class Pushes:
 
 def make_sender(at: Rank, rank: DeepSpeedLearner, manifest: Manifest, *, overlap: bool) -> PushSender:
     buckets = plan_buckets(manifest, BUCKET_BYTES)
-    return PushSender(rank, buckets, rank=at.rank, ranks=at.ranks, sharded=at.stage == 3, overlap=overlap)
+    return PushSender(
+        rank, buckets, rank=at.rank, ranks=at.ranks, sharded=rank._engine.is_sharded, overlap=overlap
+    )
 
 
 def push_beside_updates(at: Rank, updates: int) -> dict[str, Any]:

@@ -1,0 +1,56 @@
+"""Where DeepSpeed keeps a rank's masters and moments, by ZeRO stage.
+
+In flat tensors: one a parameter group and rank (stages 1 and 2, and bfloat16), or one a group of whole
+parameters' parts (stage 3); or nowhere, so that the parameters are their own masters (stage 0 in float32).
+
+Nothing here imports deepspeed: it reads attributes that its optimizers put on parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from asyncrl.learners.optimizer_state import Fragment
+
+
+def find_fragments(module: nn.Module, optimizer: Any, rank: int) -> list[Fragment]:
+    """This rank's part of each trained parameter that it has one of.
+
+    ``optimizer`` is DeepSpeed's, or the plain one where it wraps none around it.
+    """
+    found = []
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if hasattr(parameter, "ds_id"):
+            fragment = _of_shard(name, parameter, optimizer, rank)
+        elif hasattr(parameter, "_hp_mapping"):
+            fragment = _of_partition(name, parameter, optimizer)
+        else:
+            fragment = Fragment(name, tuple(parameter.shape), 0, parameter.numel(), parameter, 0)
+        if fragment is not None:
+            found.append(fragment)
+    return found
+
+
+def _of_partition(name: str, parameter: Any, zero: Any) -> Fragment | None:
+    """Below ZeRO 3: a rank's flat masters hold a run of all parameters one after the other."""
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return None  # all of it is with other ranks
+    owner = zero.optimizer.param_groups[mapping.param_group_index]["params"][0]
+    lp, hp = mapping.lp_fragment_address, mapping.hp_fragment_address
+    return Fragment(name, tuple(parameter.shape), lp.start, hp.numel, owner, hp.start)
+
+
+def _of_shard(name: str, parameter: Any, zero: Any, rank: int) -> Fragment | None:
+    """ZeRO 3: parts of one size on all ranks, with padding at the end of the last."""
+    group, offset, length = zero.grad_position[zero.get_param_id(parameter)]
+    start = rank * length
+    numel = min(length, parameter.ds_numel - start)
+    if numel <= 0:
+        return None  # padding alone
+    owner = zero.fp32_partitioned_groups_flat[group]
+    return Fragment(name, tuple(parameter.ds_shape), start, numel, owner, offset)
