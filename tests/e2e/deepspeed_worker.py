@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import deepspeed.runtime.zero.muon.muon_optimizer
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection, ReferenceSection
@@ -54,6 +56,7 @@ class Rank:
     lr: float = 1e-3
     dtype: str = "float32"
     packing: bool = False
+    checkpointing: bool = False
     reference: ReferenceSection = field(default_factory=ReferenceSection)
     learns: AlgorithmSection = field(default_factory=AlgorithmSection)
 
@@ -71,6 +74,7 @@ def learner(at: Rank) -> Iterator[tuple[DeepSpeedLearner, Manifest]]:
             warmup_steps=3,
             max_grad_norm=0.05,
             packing=at.packing,
+            gradient_checkpointing=at.checkpointing,
         ),
         algorithm=at.learns,
         reference=at.reference,
@@ -106,7 +110,7 @@ def gradients(at: Rank, splits: list[tuple[int, int]]) -> list[tuple[list[int], 
             share = share_of(at, 2, groups, micro_batch_tokens)
             rank.accumulate(share)
             parameters = dict(rank._engine.module.named_parameters())
-            full = {spec.name: deepspeed.utils.safe_get_full_grad(parameters[spec.name]) for spec in manifest}
+            full = {spec.name: full_gradient(parameters[spec.name]) for spec in manifest}
             found.append(([len(rows) for rows in share.micro_batches], to_arrays(full)))
             # Takes the gradient away; a learning rate of 0 leaves the weights as they are.
             rank._engine.update(0.0)
@@ -259,6 +263,15 @@ def spoil(share: RankStep, kind: str) -> RankStep:
     return replace(share, samples=(bad, *rest))
 
 
+def full_gradient(parameter: Tensor) -> Tensor:
+    """Over all ranks; collective."""
+    if isinstance(parameter, DTensor):
+        assert isinstance(parameter.grad, DTensor)
+        return parameter.grad.full_tensor()
+    found: Tensor = deepspeed.utils.safe_get_full_grad(parameter)
+    return found
+
+
 def state_digest(rank: DeepSpeedLearner) -> str:
     """Checksum of parameters and optimizer state, this rank's part of it."""
     return state_checksum([*((n, p.clone()) for n, p in rank.named_parameters()), *optimizer_state(rank)])
@@ -276,17 +289,40 @@ def to_arrays(tensors: dict[str, Tensor]) -> Arrays:
     return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors.items()}
 
 
-def run_ranks(job: Callable[..., Any], folder: Path, *, stage: int, ranks: int, **options: Any) -> list[Any]:
-    """Run a job on every rank, in processes of their own; results in the order of the ranks."""
+Job = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function and its arguments."""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def run_ranks(
+    job: Callable[..., Any],
+    folder: Path,
+    *,
+    stage: int,
+    ranks: int,
+    beside: Job | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Run a job on every rank, in processes of their own; results in the order of the ranks.
+
+    ``beside``: a last one that is of no rank.
+    """
+    port = free_port()
+    keys = ("backend", "lr", "dtype", "packing", "checkpointing", "reference", "learns")
+    fields = {key: options.pop(key) for key in keys if key in options}
+    bound = partial(job, **options)
+    jobs: list[Job] = [(bound, (Rank(folder, stage, rank, ranks, port, **fields),)) for rank in range(ranks)]
+    return run_jobs([*jobs, *([beside] if beside is not None else [])])
+
+
+def run_jobs(jobs: Sequence[Job]) -> list[Any]:
+    """Run jobs at the same time, each in a process of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    keys = ("backend", "lr", "dtype", "packing", "reference", "learns")
-    fields = {key: options.pop(key) for key in keys if key in options}
-    with ProcessPoolExecutor(ranks, mp_context=context) as pool:
-        futures = [
-            pool.submit(job, Rank(folder, stage, rank, ranks, port, **fields), **options)
-            for rank in range(ranks)
-        ]
+    with ProcessPoolExecutor(len(jobs), mp_context=context) as pool:
+        futures = [pool.submit(job, *arguments) for job, arguments in jobs]
         return [future.result(timeout=DEADLINE_S) for future in futures]
