@@ -40,7 +40,7 @@ _SUMS = ("loss", "tokens", "clipped", "values")
 """What is added up over the micro-batches of a step."""
 
 
-class DeepSpeedCritic:
+class CriticRank:
     """A ``RoleWorker`` that also trains: every rank gets the same ``step`` calls in the same order.
 
     ``annotate`` is a call of one rank alone, and a collective one where parameters are sharded. ``master`` is

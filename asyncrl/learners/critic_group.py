@@ -33,7 +33,7 @@ _CALLS_A_RANK = 2
 
 
 class CriticActor:
-    """A thin shell around one ``DeepSpeedCritic``."""
+    """A thin shell around one ``CriticRank``."""
 
     def __init__(
         self, config: Config, model_path: str, rank: int, host: str, cores: tuple[int, ...] | None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncrl.generators.shared import SharedTorchGenerator
 from asyncrl.generators.torch_engine import TorchEngine
-from asyncrl.learners.deepspeed import DeepSpeedLearner
+from asyncrl.learners.policy_rank import PolicyRank
 from asyncrl.types import DrawKey, GenerationRequest, SamplingParams
 from tests.e2e.deepspeed_worker import SCORED, Rank, learner, optimizer_state, share_of
 
@@ -32,7 +32,7 @@ def take_turns(at: Rank, updates: int) -> dict[str, Any]:
         return asyncio.run(_take_turns(at, rank, updates))
 
 
-async def _take_turns(at: Rank, rank: DeepSpeedLearner, updates: int) -> dict[str, Any]:
+async def _take_turns(at: Rank, rank: PolicyRank, updates: int) -> dict[str, Any]:
     shared = rank.share()
     engine = TorchEngine(shared.model, slots=4, max_sequence=ANSWER + 8, device=shared.device, asleep=True)
     generator = SharedTorchGenerator(engine, shared)
@@ -82,7 +82,7 @@ async def a_token_each(generator: SharedTorchGenerator) -> None:
         await generator.score(SCORED[:2])  # comes after the token that is being sampled
 
 
-def live_bytes(rank: DeepSpeedLearner, engine: TorchEngine) -> dict[str, int]:
+def live_bytes(rank: PolicyRank, engine: TorchEngine) -> dict[str, int]:
     """Memory by owner. What is a view of another owner's tensor counts there alone."""
     parameters = list(rank._engine.module.parameters())
     optimizer = rank._engine.optimizer

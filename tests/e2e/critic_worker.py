@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncrl.config import AlgorithmSection, CriticSection, ModelSection
 from asyncrl.learners.base import RankStep, StepResult
-from asyncrl.learners.critic import DeepSpeedCritic
+from asyncrl.learners.critic import CriticRank
 from asyncrl.types import Float32Array, Group
 from tests.e2e.deepspeed_worker import Arrays, Rank, full_gradient, optimizer_state, to_arrays
 from tests.unit.recorded_batches import MAX_AGE, record_batch, shares
@@ -24,8 +24,8 @@ Key = tuple[int, int]
 
 
 @contextmanager
-def critic(at: Rank) -> Iterator[DeepSpeedCritic]:
-    rank = DeepSpeedCritic(
+def critic(at: Rank) -> Iterator[CriticRank]:
+    rank = CriticRank(
         model=ModelSection.model_validate({"path": str(at.folder), "dtype": at.dtype}),
         # Small micro-batches for ``annotate``, so that a group takes several.
         critic=CriticSection(
@@ -52,7 +52,7 @@ def critic(at: Rank) -> Iterator[DeepSpeedCritic]:
         rank.close()
 
 
-def values_of(rank: DeepSpeedCritic, groups: list[Group]) -> dict[Key, Float32Array]:
+def values_of(rank: CriticRank, groups: list[Group]) -> dict[Key, Float32Array]:
     """By sample, its values: all ranks ask for all groups in one order, as ZeRO-3 needs it."""
     found = {}
     for group in groups:

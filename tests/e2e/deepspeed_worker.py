@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection, ReferenceSection
 from asyncrl.learners.base import RankStep, TrainSample
-from asyncrl.learners.deepspeed import DeepSpeedLearner
 from asyncrl.learners.layout import Layout
+from asyncrl.learners.policy_rank import PolicyRank
 from asyncrl.weight_sync.base import Manifest, plan_buckets
 from asyncrl.weight_sync.verify import state_checksum
 from tests.unit.recorded_batches import MAX_AGE, record_batch, shares, with_reference, with_values
@@ -62,8 +62,8 @@ class Rank:
 
 
 @contextmanager
-def learner(at: Rank) -> Iterator[tuple[DeepSpeedLearner, Manifest]]:
-    rank = DeepSpeedLearner(
+def learner(at: Rank) -> Iterator[tuple[PolicyRank, Manifest]]:
+    rank = PolicyRank(
         model=ModelSection.model_validate({"path": str(at.folder), "dtype": at.dtype}),
         learner=LearnerSection(
             backend=at.backend,
@@ -272,12 +272,12 @@ def full_gradient(parameter: Tensor) -> Tensor:
     return found
 
 
-def state_digest(rank: DeepSpeedLearner) -> str:
+def state_digest(rank: PolicyRank) -> str:
     """Checksum of parameters and optimizer state, this rank's part of it."""
     return state_checksum([*((n, p.clone()) for n, p in rank.named_parameters()), *optimizer_state(rank)])
 
 
-def optimizer_state(rank: DeepSpeedLearner) -> Iterator[tuple[str, Tensor]]:
+def optimizer_state(rank: PolicyRank) -> Iterator[tuple[str, Tensor]]:
     inner = getattr(rank._engine.optimizer, "optimizer", rank._engine.optimizer)
     for i, (parameter, state) in enumerate(inner.state.items()):
         yield f"master {i}", parameter

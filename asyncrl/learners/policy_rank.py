@@ -57,7 +57,7 @@ _REFERENCE = "reference"
 """The folder, in that of the learner's state, of a reference that the learner holds."""
 
 
-class DeepSpeedLearner:
+class PolicyRank:
     """A ``LearnerRank``: every rank gets the same calls in the same order.
 
     ``master`` is host and port where the ranks meet; rank 0 listens there, on that address alone.
