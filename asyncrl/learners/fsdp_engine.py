@@ -59,7 +59,7 @@ class FsdpEngine:
 
     def build(self, model: nn.Module) -> None:
         self._group.join()
-        self._units = [*_blocks(model), model]
+        self._units: list[Any] = [*_blocks(model), model]
         self._shard()
         self._model = model
         # Only now, that FSDP2 has gathered each unit once, do its rows stay where they are.
@@ -173,7 +173,9 @@ class FsdpEngine:
 
     def _shard(self) -> None:
         """Leave this rank its rows of each parameter, unit by unit, on the device."""
-        mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
+        world = dist.group.WORLD
+        assert world is not None, "join() made it"
+        mesh = DeviceMesh.from_group(world, self.device.type)
         # Inputs stay as they come: a model's own float32 islands are its own business.
         policy = MixedPrecisionPolicy(
             param_dtype=self._dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

@@ -38,7 +38,7 @@ def collect(
                 group.send([own.to(dtype)], 0, tag).wait()
             continue
         # As many pieces as there are ranks with more than padding.
-        for source, piece in enumerate(whole[start : start + numel].split(size)):
+        for source, piece in enumerate(torch.split(whole[start : start + numel], size)):
             if source == rank:
                 piece.copy_(part[: piece.numel()])
             else:

@@ -279,7 +279,7 @@ class ShardGroup:
     def _collect(self, bucket: Bucket, whole: Tensor | None) -> None:
         own, sizes = self._copies.flat(bucket), self._copies.sizes[self._copies.index(bucket)]
         numels = [spec.numel for spec in bucket]
-        collect(self._group, self._spec.rank, numels, own.split(sizes), own.dtype, whole)
+        collect(self._group, self._spec.rank, numels, torch.split(own, sizes), own.dtype, whole)
 
     def close(self) -> None:
         """Leave the group; ranks that wait in it fail. Safe to call twice, and from another thread."""

@@ -76,7 +76,7 @@ class PolicyWeights:
         if self._engine.is_sharded:
             self._engine.collect(numels, self._parts(bucket), dtype, flat)
         elif flat is not None:
-            for spec, place in zip(bucket, flat.split(numels), strict=True):
+            for spec, place in zip(bucket, torch.split(flat, numels), strict=True):
                 weight = self._parameters[spec.name].detach()
                 place.copy_(self._merged(spec.name, weight, dtype).reshape(-1))
         return flat
