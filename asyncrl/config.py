@@ -563,13 +563,17 @@ class LoraSection(Section):
 
 
 class EngineSection(Section):
-    """Ranks that train a model on DeepSpeed: what policy and critic have alike."""
+    """Ranks that train a model: what policy and critic have alike."""
 
+    backend: Literal["deepspeed", "fsdp2"] = "deepspeed"
+    """The library that shares a model out among the ranks and steps it: DeepSpeed, or torch's own FSDP2, with
+    ZeRO 2 or 3 and without LoRA."""
     ranks: PositiveInt = 1
     """Processes, a device each."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
-    """What the ranks share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (then all
-    ranks of a critic value each group together)."""
+    """What the ranks share out: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. With fsdp2
+    all of it at 2 and at 3, but at 2 parameters are whole from a forward to the end of its backward pass.
+    Where parameters are shared out, all ranks of a critic value each group together."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda, then cpu."""
     threads: PositiveInt = 1
@@ -595,10 +599,13 @@ class EngineSection(Section):
     step_timeout_s: PositiveFloat = 1800.0
     """Seconds that one update may take."""
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of every parameter, or all of them."""
+        return self.zero_stage == 3 or self.backend == "fsdp2"
+
 
 class LearnerSection(EngineSection):
-    backend: Literal["deepspeed"] = "deepspeed"
-    """What updates the parameters."""
     packing: bool = False
     """Several answers in a row without padding, each attending to itself alone. Checked at the start: models
     whose layers carry a state from token to token, or do not look at positions, cannot."""

@@ -18,6 +18,7 @@ from asyncrl.algorithms.names import (
     advantage_problem,
     loss_problem,
 )
+from asyncrl.config_backends import backend_contradictions
 from asyncrl.config_lora import adapter_contradictions
 from asyncrl.config_parallel import parallel_contradictions
 from asyncrl.config_placement import placement_contradictions
@@ -192,6 +193,7 @@ def contradictions(config: Config) -> list[str]:
         *_critic(config),
         *_rewards(config),
         *adapter_contradictions(config),
+        *backend_contradictions(config),
         *placement_contradictions(config),
         *parallel_contradictions(config),
         *_other(config),

@@ -56,7 +56,13 @@ def _weights(config: Config) -> list[str]:
     """Whole weights in one place, of which no copy is ever sent to generators."""
     problems = []
     learner, sync = config.learner, config.weight_sync
-    if learner.zero_stage > 2:
+    if learner.backend == "fsdp2":
+        problems.append(
+            "learner.backend: found 'fsdp2' with placement.mode colocated; expected deepspeed, because "
+            "generators compute with the ranks' own parameters, of which each holds a part alone with FSDP2: "
+            "set learner.backend to deepspeed, or placement.mode to split"
+        )
+    elif learner.zero_stage > 2:
         problems.append(
             f"learner.zero_stage: found {learner.zero_stage} with placement.mode colocated; expected at most "
             "2, because generators compute with the ranks' own parameters, of which a rank holds only a part "
@@ -115,7 +121,13 @@ def _leaving(config: Config) -> list[str]:
     """What keeps one of two processes from leaving the device to the other."""
     learner, workers = config.learner, config.generators.workers
     problems = []
-    if learner.zero_stage != 2 and learner.device != "cpu":
+    if learner.backend == "fsdp2" and learner.device != "cpu":
+        problems.append(
+            f"learner.backend: found 'fsdp2' with learner.device {learner.device!r}, placement.mode "
+            "colocated and generators.backend 'vllm'; expected deepspeed, which can move all of a learner's "
+            "state off a GPU while the generators have it, or learner.device cpu"
+        )
+    elif learner.zero_stage != 2 and learner.device != "cpu":
         problems.append(
             f"learner.zero_stage: found {learner.zero_stage} with learner.device {learner.device!r}, "
             "placement.mode colocated and generators.backend 'vllm'; expected 2, with which DeepSpeed can "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config import Config
 from asyncrl.config_load import parse_config
 from asyncrl.errors import CheckpointError
+from asyncrl.learners.gathering import collect
 from asyncrl.learners.lora import LoraAdapter
 from asyncrl.learners.policy import load_policy, save_policy
 from asyncrl.learners.state_files import SavedState
@@ -76,7 +77,7 @@ def export(checkpoint: Path, target: Path, model_path: str) -> None:
     )
     adapter = None if config.learner.lora is None else LoraAdapter(model, config.learner.lora)
     _load(model, SavedState(checkpoint / LEARNER))
-    weights = PolicyWeights(_Whole(model), adapter, sharded=False)
+    weights = PolicyWeights(_Whole(model), adapter)
     part = target.with_name(f".{target.name}.part-{os.getpid()}")
     trust = config.model.trust_remote_code
     save_policy(part, model, dict(weights.named()), model_path, trust_remote_code=trust)
@@ -96,13 +97,26 @@ class _Whole:
     """A model in one piece, where ``PolicyWeights`` expects the engine of one of several ranks."""
 
     rank = 0
+    is_sharded = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     @contextmanager
-    def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        yield
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
+        yield [parameter.detach() for parameter in parameters]
+
+    def part(self, parameter: nn.Parameter) -> torch.Tensor:
+        return parameter.detach().reshape(-1)
+
+    def collect(
+        self,
+        numels: Sequence[int],
+        parts: Iterable[torch.Tensor],
+        dtype: torch.dtype,
+        whole: torch.Tensor | None,
+    ) -> None:
+        collect(None, self.rank, numels, parts, dtype, whole)  # nothing comes from elsewhere
 
 
 @torch.no_grad()

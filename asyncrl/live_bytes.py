@@ -18,7 +18,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from asyncrl.generators.torch_engine import TorchEngine
-    from asyncrl.learners.engine import TrainingEngine
+    from asyncrl.learners.engines import TrainingEngine
 
 
 @dataclass(frozen=True, slots=True)

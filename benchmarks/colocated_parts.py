@@ -21,7 +21,7 @@ from typing import Any
 import push_stall
 
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
-from asyncrl.learners.deepspeed import DeepSpeedLearner
+from asyncrl.learners.policy_rank import PolicyRank
 from asyncrl.live_bytes import live_bytes
 from asyncrl.types import DrawKey, GenerationRequest, SamplingParams
 from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec, plan_buckets
@@ -67,7 +67,7 @@ def take_turns(job: Job) -> dict[str, Any]:
         return asyncio.run(_take_turns(job, rank))
 
 
-async def _take_turns(job: Job, rank: DeepSpeedLearner) -> dict[str, Any]:
+async def _take_turns(job: Job, rank: PolicyRank) -> dict[str, Any]:
     from asyncrl.generators.shared import SharedTorchGenerator
     from asyncrl.generators.torch_engine import TorchEngine
 
@@ -187,8 +187,8 @@ async def _receive_all(job: Job) -> None:
 
 
 @contextmanager
-def learner(job: Job) -> Iterator[tuple[DeepSpeedLearner, tuple[TensorSpec, ...]]]:
-    rank = DeepSpeedLearner(
+def learner(job: Job) -> Iterator[tuple[PolicyRank, tuple[TensorSpec, ...]]]:
+    rank = PolicyRank(
         model=ModelSection(path=job.folder),
         learner=LearnerSection(zero_stage=2, device="cpu", lr=1e-5),
         algorithm=AlgorithmSection(),

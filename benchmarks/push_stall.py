@@ -159,10 +159,10 @@ def free_port() -> int:
 
 
 def run_rank(job: Job, rank: int) -> dict[str, Any]:
-    from asyncrl.learners.deepspeed import DeepSpeedLearner
+    from asyncrl.learners.policy_rank import PolicyRank
     from asyncrl.learners.sender import PushSender
 
-    learner = DeepSpeedLearner(
+    learner = PolicyRank(
         model=ModelSection(path=job.folder),
         learner=LearnerSection(ranks=job.ranks, zero_stage=job.stage, device="cpu", lr=1e-5),
         algorithm=AlgorithmSection(),

@@ -9,7 +9,7 @@ from asyncrl.config import Config
 from asyncrl.learners.base import LearnerRank
 
 if TYPE_CHECKING:
-    from asyncrl.learners.critic import DeepSpeedCritic
+    from asyncrl.learners.critic import CriticRank
 
 
 def build_rank(config: Config, model_path: str, rank: int, host: str, port: int, folder: Path) -> LearnerRank:
@@ -17,9 +17,9 @@ def build_rank(config: Config, model_path: str, rank: int, host: str, port: int,
 
     Users' own functions are looked up from ``folder``.
     """
-    from asyncrl.learners.deepspeed import DeepSpeedLearner
+    from asyncrl.learners.policy_rank import PolicyRank
 
-    return DeepSpeedLearner(
+    return PolicyRank(
         model=config.model,
         learner=config.learner,
         algorithm=config.algorithm,
@@ -39,11 +39,11 @@ def build_rank(config: Config, model_path: str, rank: int, host: str, port: int,
     )
 
 
-def build_critic(config: Config, model_path: str, rank: int, host: str, port: int) -> DeepSpeedCritic:
+def build_critic(config: Config, model_path: str, rank: int, host: str, port: int) -> CriticRank:
     """A critic's rank that is ready to ``start``; rank 0 listens on ``host`` and ``port``."""
-    from asyncrl.learners.critic import DeepSpeedCritic
+    from asyncrl.learners.critic import CriticRank
 
-    return DeepSpeedCritic(
+    return CriticRank(
         model=config.model,
         critic=config.critic,
         algorithm=config.algorithm,

@@ -1,4 +1,4 @@
-"""One rank of the critic on DeepSpeed: values of groups as they land, and updates towards their returns.
+"""One rank of the critic, on any engine: values of groups as they land, and updates towards their returns.
 
 Invariants:
 - A value V(t) is that of the state before token t is sampled; there is one for every trained token, and 0
@@ -27,7 +27,7 @@ from asyncrl.config import AlgorithmSection, CriticSection, ModelSection
 from asyncrl.learners.advantages import Estimates, gae_estimates
 from asyncrl.learners.base import MiniBatch, RankStep, StepResult, TrainSample, finite
 from asyncrl.learners.collate import MicroBatch, collate
-from asyncrl.learners.engine import TrainingEngine
+from asyncrl.learners.engines import make_engine
 from asyncrl.learners.masking import check_staleness, mask_stale
 from asyncrl.learners.packing import pack_rows
 from asyncrl.learners.value import load_value_model
@@ -40,11 +40,11 @@ _SUMS = ("loss", "tokens", "clipped", "values")
 """What is added up over the micro-batches of a step."""
 
 
-class DeepSpeedCritic:
+class CriticRank:
     """A ``RoleWorker`` that also trains: every rank gets the same ``step`` calls in the same order.
 
-    ``annotate`` is a call of one rank alone below ZeRO-3, and there a collective one. ``master`` is host
-    and port where the ranks meet, ``length_norm`` the divisor of seq-mean-token-sum-norm in tokens.
+    ``annotate`` is a call of one rank alone, and a collective one where parameters are sharded. ``master`` is
+    host and port where the ranks meet, ``length_norm`` the divisor of seq-mean-token-sum-norm in tokens.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class DeepSpeedCritic:
         self._gamma, self._lambda = algorithm.gamma, algorithm.gae_lambda
         self._epochs = algorithm.epochs
         self._aggregate = AGGREGATIONS[algorithm.aggregation]
-        self._engine = TrainingEngine(
+        self._engine = make_engine(
             critic,
             "critic",
             dtype=model.dtype,
@@ -101,7 +101,7 @@ class DeepSpeedCritic:
         engine, samples = self._engine, [TrainSample(group.ordinal, t, 0.0) for t in group.trajectories]
         lengths = [len(t.prompt_ids) + len(t.token_ids) for t in group.trajectories]
         packed = pack_rows(lengths, self._settings.micro_batch_tokens, section="critic")
-        if self._settings.zero_stage == 3:
+        if engine.is_sharded:
             # All ranks work on the group together, one micro-batch each at a time.
             packed += ((),) * (-len(packed) % engine.world_size)
             packed = packed[engine.rank :: engine.world_size]
@@ -113,7 +113,7 @@ class DeepSpeedCritic:
             values, _ = self._values(batch)
             if rows:
                 found[list(rows), : values.shape[1]] = values
-        if self._settings.zero_stage == 3:
+        if engine.is_sharded:
             engine.all_sum(found)
         by_row = found.cpu().numpy()  # (B, T)
         return Findings({"values": [by_row[i, : len(t.token_ids)] for i, t in enumerate(group.trajectories)]})
@@ -174,8 +174,8 @@ class DeepSpeedCritic:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Full parameters in the compute dtype; each is valid until the next is asked for."""
         for name, parameter in self._engine.module.named_parameters():
-            with self._engine.gathered([parameter]):
-                yield name, parameter.detach()
+            with self._engine.gathered([parameter]) as (whole,):
+                yield name, whole
 
     def copy_state(self) -> None:
         self._engine.copy_state()

@@ -33,7 +33,7 @@ _CALLS_A_RANK = 2
 
 
 class CriticActor:
-    """A thin shell around one ``DeepSpeedCritic``."""
+    """A thin shell around one ``CriticRank``."""
 
     def __init__(
         self, config: Config, model_path: str, rank: int, host: str, cores: tuple[int, ...] | None
@@ -103,7 +103,7 @@ class RayCritic:
                 for rank, options in enumerate(rank_options(placement, "critic", ranks))
             ],
         )
-        self._together = config.critic.zero_stage == 3
+        self._together = config.critic.is_sharded
         """Whether a forward pass takes all ranks."""
         self._busy = [0] * ranks
         """Groups that each rank has."""

@@ -76,7 +76,7 @@ class LearnerActor:
             plan_buckets(info.manifest, sync.bucket_bytes),
             rank=self._rank,
             ranks=settings.ranks,
-            sharded=settings.zero_stage == 3 or settings.tensor_parallel > 1,
+            sharded=settings.is_sharded or settings.tensor_parallel > 1,
             overlap=sync.overlap,
         )
         self._started(self._learner)

@@ -75,6 +75,11 @@ def save_policy(
     from transformers import AutoTokenizer
 
     model.save_pretrained(folder, state_dict=state)
+    dtype = next(iter(state.values())).dtype
+    if model.dtype != dtype:
+        # It says what the parameters are, which may be the masters of what was saved.
+        model.config.dtype = str(dtype).removeprefix("torch.")
+        model.config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code).save_pretrained(folder)
 
 

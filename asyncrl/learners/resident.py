@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.averaging import update_average
 from asyncrl.checkpoint.files import FileEntry, sync_folder, write_file
-from asyncrl.learners.engine import TrainingEngine
+from asyncrl.learners.engines import TrainingEngine
 from asyncrl.learners.state_files import SavedState, write_state
 
 _VERSION = "version.json"

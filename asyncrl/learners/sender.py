@@ -8,7 +8,8 @@ Invariants:
 - What is sent as version v are the bytes that the parameters had when v was complete, whatever step
   runs meanwhile. A push that is sent again sends the same copy.
 - The copies are allocated once; with ZeRO 3 each rank holds its shard alone.
-- Beside shard and copy, rank 0 holds two buckets and one rank's part of one; the others nothing.
+- Beside shard and copy, rank 0 holds two buckets, into which everything arrives; the others at most a part of
+  one tensor, where it travels in another dtype.
 - Each channel has a push group of its own: a rebuilt one, or a broken one, touches no other channel's.
 - A push that fails on rank 0 leaves no other rank waiting for it: they fail, or have been served.
 - Where weights are handed over between neighbours, each rank that has a receiver beside it sends to that one,
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from asyncrl.errors import InvariantError
 from asyncrl.learners.base import LearnerRank, PushReport
+from asyncrl.learners.gathering import collect
 from asyncrl.learners.runs import adjacent_runs, copy_run
 from asyncrl.weight_sync.base import BESIDE, Channel, PushGroupSpec, TensorSpec, plan_buckets
 from asyncrl.weight_sync.broadcast import as_weight_sync_error, connect_store, create_group
@@ -131,13 +133,13 @@ class PushSender:
         if group is None:
             assert line.beside or self._rank != 0, "open() comes first"
             for bucket in self._buckets:
-                self._learner.gather_bucket(bucket)
+                self._learner.gather_bucket(bucket, everywhere=line.beside)
             return None
         left = list(self._buckets)
 
         def gather(bucket: Bucket) -> Tensor:
             room = group.room(bucket)
-            into = self._buffer(bucket) if room is None else room
+            into = self._room(bucket) if room is None else room
             flat = self._learner.gather_bucket(left.pop(0), into, everywhere=line.beside)
             assert flat is not None, "who sends has every bucket"
             return flat
@@ -147,12 +149,7 @@ class PushSender:
         finally:
             # After a failure: the other ranks do not know of it, and gather to the end.
             for bucket in left if self._gathers else ():
-                self._learner.gather_bucket(bucket)
-
-    def _buffer(self, bucket: Bucket) -> Tensor:
-        if self._buffers is None:
-            self._buffers = TwoBuffers(self._buckets)
-        return self._buffers.next(bucket)
+                self._learner.gather_bucket(bucket, everywhere=line.beside)
 
     def _send_copies(self, version: int, copies: ShardCopies, line: _Line) -> tuple[str, int] | None:
         if copies.version != version:
@@ -165,13 +162,21 @@ class PushSender:
                     line.shards.contribute()
                 return None
             assert line.group is not None, "open() comes first"
-            gather = copies.whole if line.shards is None else line.shards.gather
+            shards = line.shards
             try:
-                return line.group.send(version, gather)
+                if shards is None:
+                    return line.group.send(version, copies.flat)
+                return line.group.send(version, lambda bucket: shards.gather(bucket, self._room(bucket)))
             except BaseException:
-                if line.shards is not None:
-                    line.shards.close()  # which the other ranks notice at once
+                if shards is not None:
+                    shards.close()  # which the other ranks notice at once
                 raise
+
+    def _room(self, bucket: Bucket) -> Tensor:
+        """Host memory for a bucket, valid until the next but one is asked for."""
+        if self._buffers is None:
+            self._buffers = TwoBuffers(self._buckets)
+        return self._buffers.next(bucket)
 
 
 class TwoBuffers:
@@ -241,8 +246,8 @@ class ShardCopies:
         for target, run in zip(torch.split(flat, [run.numel() for run in runs]), runs, strict=True):
             copy_run(target, run)
 
-    def whole(self, bucket: Bucket) -> Tensor:
-        """The bucket of a rank that holds whole tensors: the copy itself."""
+    def flat(self, bucket: Bucket) -> Tensor:
+        """The copy itself of a bucket: all of it on a rank that holds whole tensors, else its parts."""
         return self.flats[self.index(bucket)]
 
     def index(self, bucket: Bucket) -> int:
@@ -265,7 +270,6 @@ class ShardGroup:
     def __init__(self, spec: PushGroupSpec, store: Any, copies: ShardCopies) -> None:
         self._spec = spec
         self._copies = copies
-        self._staging: Tensor | None = None
         with self._errors("joining"):
             from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -273,28 +277,24 @@ class ShardGroup:
             self._group: Any = create_group(PrefixStore(spec.prefix, store), spec)
 
     def contribute(self) -> None:
-        """Send every bucket's part to rank 0, as it asks for them."""
+        """Send this rank's part of every bucket to rank 0."""
         with self._errors("sending shards in"):
-            for index, flat in enumerate(self._copies.flats):
-                self._group.send([flat], 0, index).wait()
+            for bucket in self._copies.buckets:
+                self._collect(bucket, None)
 
-    def gather(self, bucket: Bucket) -> Tensor:
-        """One bucket, whole, on rank 0: the ranks' parts of each tensor one after the other."""
-        index = self._copies.index(bucket)
-        own, sizes = self._copies.flats[index], self._copies.sizes[index]
-        if self._staging is None:
-            largest = max((f for f in self._copies.flats), key=lambda f: f.nbytes)
-            self._staging = torch.empty(largest.nbytes, dtype=torch.uint8, device=own.device)
-        whole = own.new_empty(sum(spec.numel for spec in bucket))
-        received = self._staging[: own.nbytes].view(own.dtype)
+    def gather(self, bucket: Bucket, into: Tensor | None = None) -> Tensor:
+        """One bucket, whole, on rank 0: in ``into``, if that lies where the copies do."""
+        own = self._copies.flat(bucket)
+        if into is None or into.device != own.device:
+            into = own.new_empty(sum(spec.numel for spec in bucket))
         with self._errors("gathering shards in"):
-            for rank in range(self._spec.world_size):
-                part = own
-                if rank != 0:
-                    self._group.recv([received], rank, index).wait()
-                    part = received
-                _place(part, rank, bucket, sizes, whole)
-        return whole
+            self._collect(bucket, into)
+        return into
+
+    def _collect(self, bucket: Bucket, whole: Tensor | None) -> None:
+        own, sizes = self._copies.flat(bucket), self._copies.sizes[self._copies.index(bucket)]
+        numels = [spec.numel for spec in bucket]
+        collect(self._group, self._spec.rank, numels, torch.split(own, sizes), own.dtype, whole)
 
     def close(self) -> None:
         """Leave the group; ranks that wait in it fail. Safe to call twice, and from another thread."""
@@ -322,14 +322,3 @@ class _Line:
             if group is not None:
                 group.close()
         self.group = self.shards = None
-
-
-def _place(part: Tensor, rank: int, bucket: Bucket, sizes: Sequence[int], whole: Tensor) -> None:
-    """Copy one rank's part of each tensor of a bucket to where it belongs; its padding is left out."""
-    offset = start = 0  # in the part, in the whole
-    for spec, size in zip(bucket, sizes, strict=True):
-        begin = min(rank * size, spec.numel)
-        end = min(begin + size, spec.numel)
-        whole[start + begin : start + end] = part[offset : offset + end - begin]
-        offset += size
-        start += spec.numel

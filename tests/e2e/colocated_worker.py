@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncrl.generators.shared import SharedTorchGenerator
 from asyncrl.generators.torch_engine import TorchEngine
-from asyncrl.learners.deepspeed import DeepSpeedLearner
+from asyncrl.learners.policy_rank import PolicyRank
 from asyncrl.live_bytes import live_bytes, storages
 from asyncrl.types import DrawKey, GenerationRequest, SamplingParams
 from tests.e2e.deepspeed_worker import SCORED, Rank, learner, share_of
@@ -32,7 +32,7 @@ def take_turns(at: Rank, updates: int) -> dict[str, Any]:
         return asyncio.run(_take_turns(at, rank, updates))
 
 
-async def _take_turns(at: Rank, rank: DeepSpeedLearner, updates: int) -> dict[str, Any]:
+async def _take_turns(at: Rank, rank: PolicyRank, updates: int) -> dict[str, Any]:
     shared = rank.share()
     engine = TorchEngine(shared.model, slots=4, max_sequence=ANSWER + 8, device=shared.device, asleep=True)
     generator = SharedTorchGenerator(engine, shared)

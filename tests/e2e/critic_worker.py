@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import deepspeed
 import numpy as np
 
 from asyncrl.config import AlgorithmSection, CriticSection, ModelSection
 from asyncrl.learners.base import RankStep, StepResult
-from asyncrl.learners.critic import DeepSpeedCritic
+from asyncrl.learners.critic import CriticRank
 from asyncrl.types import Float32Array, Group
-from tests.e2e.deepspeed_worker import Arrays, Rank, optimizer_state, to_arrays
+from tests.e2e.deepspeed_worker import Arrays, Rank, full_gradient, optimizer_state, to_arrays
 from tests.unit.recorded_batches import MAX_AGE, record_batch, shares
 
 GAMMA, LAMBDA = 0.95, 0.9
@@ -25,11 +24,12 @@ Key = tuple[int, int]
 
 
 @contextmanager
-def critic(at: Rank) -> Iterator[DeepSpeedCritic]:
-    rank = DeepSpeedCritic(
+def critic(at: Rank) -> Iterator[CriticRank]:
+    rank = CriticRank(
         model=ModelSection.model_validate({"path": str(at.folder), "dtype": at.dtype}),
         # Small micro-batches for ``annotate``, so that a group takes several.
         critic=CriticSection(
+            backend=at.backend,
             ranks=at.ranks,
             zero_stage=at.stage,
             lr=at.lr,
@@ -52,7 +52,7 @@ def critic(at: Rank) -> Iterator[DeepSpeedCritic]:
         rank.close()
 
 
-def values_of(rank: DeepSpeedCritic, groups: list[Group]) -> dict[Key, Float32Array]:
+def values_of(rank: CriticRank, groups: list[Group]) -> dict[Key, Float32Array]:
     """By sample, its values: all ranks ask for all groups in one order, as ZeRO-3 needs it."""
     found = {}
     for group in groups:
@@ -89,7 +89,7 @@ def critic_gradients(at: Rank, splits: list[int]) -> dict[str, Any]:
         for tokens in splits:
             share = share_of(at, moved(values), tokens)
             rank.accumulate(share)
-            full = {name: deepspeed.utils.safe_get_full_grad(p) for name, p in parameters.items()}
+            full = {name: full_gradient(p) for name, p in parameters.items()}
             gradients.append((len(share.micro_batches), to_arrays(full)))
             # Takes the gradient away; a learning rate of 0 leaves the weights as they are.
             rank._engine.update(0.0)

@@ -1,4 +1,4 @@
-"""What the DeepSpeed tests run in the ranks' processes, and how they start them.
+"""What the tests of learner ranks run in their processes, and how they start them.
 
 Ranks are forked from a server that has imported everything once; each group of ranks lives for one
 job, because DeepSpeed keeps one engine a process.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ import deepspeed.runtime.zero.muon.muon_optimizer
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection, ReferenceSection
 from asyncrl.learners.base import RankStep, TrainSample
-from asyncrl.learners.deepspeed import DeepSpeedLearner
 from asyncrl.learners.layout import Layout
+from asyncrl.learners.policy_rank import PolicyRank
 from asyncrl.weight_sync.base import Manifest, plan_buckets
 from asyncrl.weight_sync.verify import state_checksum
 from tests.unit.recorded_batches import MAX_AGE, record_batch, shares, with_reference, with_values
@@ -50,6 +52,7 @@ class Rank:
     rank: int
     ranks: int
     port: int
+    backend: str = "deepspeed"
     lr: float = 1e-3
     dtype: str = "float32"
     packing: bool = False
@@ -66,10 +69,11 @@ class Rank:
 
 
 @contextmanager
-def learner(at: Rank) -> Iterator[tuple[DeepSpeedLearner, Manifest]]:
-    rank = DeepSpeedLearner(
+def learner(at: Rank) -> Iterator[tuple[PolicyRank, Manifest]]:
+    rank = PolicyRank(
         model=ModelSection.model_validate({"path": str(at.folder), "dtype": at.dtype}),
         learner=LearnerSection(
+            backend=at.backend,
             ranks=at.ranks,
             zero_stage=at.stage,
             lr=at.lr,
@@ -117,18 +121,18 @@ def gradients(at: Rank, splits: list[tuple[int, int]]) -> list[tuple[list[int], 
         for groups, micro_batch_tokens in splits:
             share = share_of(at, 2, groups, micro_batch_tokens)
             rank.accumulate(share)
-            found.append(([len(rows) for rows in share.micro_batches], full_gradient(rank, manifest)))
+            found.append(([len(rows) for rows in share.micro_batches], whole_gradient(rank, manifest)))
             # Takes the gradient away; a learning rate of 0 leaves the weights as they are.
             rank._engine.update(0.0)
     return found
 
 
-def full_gradient(rank: DeepSpeedLearner, manifest: Manifest) -> Arrays:
+def whole_gradient(rank: PolicyRank, manifest: Manifest) -> Arrays:
     """The gradient of the step, whole, whoever has which part of it."""
     parameters = dict(rank._engine.module.named_parameters())
     full = {}
     for spec in manifest:
-        gradient = deepspeed.utils.safe_get_full_grad(parameters[spec.name])
+        gradient = full_gradient(parameters[spec.name])
         tensors = rank._engine.tensors
         full[spec.name] = gradient if tensors is None else tensors.whole(spec.name, gradient)
     return to_arrays(full)
@@ -142,7 +146,7 @@ def lone_gradient(at: Rank, advantage: float) -> tuple[int, Arrays]:
     share = replace(share, samples=tuple(replace(s, advantage=advantage) for s in share.samples))
     with learner(replace(at, lr=1e-30)) as (rank, manifest):
         rank.accumulate(share)
-        return len(share.samples), full_gradient(rank, manifest)
+        return len(share.samples), whole_gradient(rank, manifest)
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,7 @@ def train(at: Rank, versions: int) -> dict[str, Any]:
             digests.append(state_digest(rank))
         buckets = plan_buckets(manifest, 1 << 16)
         flat = [rank.gather_bucket(bucket) for bucket in buckets]
-        rank.export(at.folder.parent / f"export-{at.stage}-{at.ranks}")
+        rank.export(at.folder.parent / f"export-{at.backend}-{at.stage}-{at.ranks}")
         return {
             "metrics": result.metrics,
             "norms": norms,
@@ -293,12 +297,21 @@ def spoil(share: RankStep, kind: str) -> RankStep:
     return replace(share, samples=(bad, *rest))
 
 
-def state_digest(rank: DeepSpeedLearner) -> str:
+def full_gradient(parameter: Tensor) -> Tensor:
+    """Over all ranks; collective."""
+    if isinstance(parameter, DTensor):
+        assert isinstance(parameter.grad, DTensor)
+        return parameter.grad.full_tensor()
+    found: Tensor = deepspeed.utils.safe_get_full_grad(parameter)
+    return found
+
+
+def state_digest(rank: PolicyRank) -> str:
     """Checksum of parameters and optimizer state, this rank's part of it."""
     return state_checksum([*((n, p.clone()) for n, p in rank.named_parameters()), *optimizer_state(rank)])
 
 
-def optimizer_state(rank: DeepSpeedLearner) -> Iterator[tuple[str, Tensor]]:
+def optimizer_state(rank: PolicyRank) -> Iterator[tuple[str, Tensor]]:
     inner = getattr(rank._engine.optimizer, "optimizer", rank._engine.optimizer)
     for i, (parameter, state) in enumerate(inner.state.items()):
         yield f"master {i}", parameter
@@ -310,16 +323,40 @@ def to_arrays(tensors: dict[str, Tensor]) -> Arrays:
     return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors.items()}
 
 
-def run_ranks(job: Callable[..., Any], folder: Path, *, stage: int, ranks: int, **options: Any) -> list[Any]:
-    """Run a job on every rank, in processes of their own; results in the order of the ranks."""
+Job = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function and its arguments."""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def run_ranks(
+    job: Callable[..., Any],
+    folder: Path,
+    *,
+    stage: int,
+    ranks: int,
+    beside: Job | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Run a job on every rank, in processes of their own; results in the order of the ranks.
+
+    ``beside``: a last one that is of no rank.
+    """
+    port = free_port()
+    settings = {f.name: options.pop(f.name) for f in fields(Rank) if f.name in options}
+    bound = partial(job, **options)
+    places = [Rank(folder, stage, rank, ranks, port, **settings) for rank in range(ranks)]
+    jobs: list[Job] = [(bound, (place,)) for place in places]
+    return run_jobs([*jobs, *([beside] if beside is not None else [])])
+
+
+def run_jobs(jobs: Sequence[Job]) -> list[Any]:
+    """Run jobs at the same time, each in a process of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    settings = {f.name: options.pop(f.name) for f in fields(Rank) if f.name in options}
-    with ProcessPoolExecutor(ranks, mp_context=context) as pool:
-        futures = [
-            pool.submit(job, Rank(folder, stage, rank, ranks, port, **settings), **options)
-            for rank in range(ranks)
-        ]
+    with ProcessPoolExecutor(len(jobs), mp_context=context) as pool:
+        futures = [pool.submit(job, *arguments) for job, arguments in jobs]
         return [future.result(timeout=DEADLINE_S) for future in futures]

@@ -12,8 +12,8 @@ import deepspeed
 import torch
 
 from asyncrl.config import AlgorithmSection, LearnerSection, LoraSection, ModelSection, ReferenceSection
-from asyncrl.learners.deepspeed import DeepSpeedLearner
 from asyncrl.learners.lora import LoraAdapter
+from asyncrl.learners.policy_rank import PolicyRank
 from asyncrl.weight_sync.base import Manifest
 from asyncrl.weight_sync.verify import state_checksum
 from tests.e2e.deepspeed_worker import LENGTH_NORM, TEMPERATURE, Arrays, Rank, share_of, to_arrays
@@ -24,9 +24,9 @@ LORA = LoraSection(rank=4, alpha=8)
 
 
 @contextmanager
-def adapted(at: Rank) -> Iterator[tuple[DeepSpeedLearner, LoraAdapter, Manifest]]:
+def adapted(at: Rank) -> Iterator[tuple[PolicyRank, LoraAdapter, Manifest]]:
     """A learner with an adapter, which adds nothing yet, and the KL to its base in the loss."""
-    rank = DeepSpeedLearner(
+    rank = PolicyRank(
         model=ModelSection.model_validate({"path": str(at.folder), "dtype": at.dtype}),
         learner=LearnerSection(
             ranks=at.ranks,
@@ -58,7 +58,7 @@ def adapted(at: Rank) -> Iterator[tuple[DeepSpeedLearner, LoraAdapter, Manifest]
         rank.close()
 
 
-def whole(rank: DeepSpeedLearner, tensors: dict[str, Any]) -> Arrays:
+def whole(rank: PolicyRank, tensors: dict[str, Any]) -> Arrays:
     """Copies of whole parameters; collective for ZeRO-3."""
     found: Arrays = {}
     for name, parameter in tensors.items():
@@ -103,7 +103,7 @@ def train_adapter(at: Rank, versions: int) -> dict[str, Any]:
         }
 
 
-def push(at: Rank, rank: DeepSpeedLearner, manifest: Manifest, *, overlap: bool) -> tuple[str, str] | None:
+def push(at: Rank, rank: PolicyRank, manifest: Manifest, *, overlap: bool) -> tuple[str, str] | None:
     """Push to a real receiver, with ``overlap`` after one more update: checksums of both sides."""
     sender = make_sender(at, rank, manifest, overlap=overlap)
     pushes = Pushes(sender, manifest, at.rank, WAIT_S)
@@ -118,7 +118,7 @@ def push(at: Rank, rank: DeepSpeedLearner, manifest: Manifest, *, overlap: bool)
     return sent
 
 
-def travelling(rank: DeepSpeedLearner, adapter: LoraAdapter) -> list[tuple[str, torch.Tensor]]:
+def travelling(rank: PolicyRank, adapter: LoraAdapter) -> list[tuple[str, torch.Tensor]]:
     """A and B of each weight as they travel alone, whole."""
     found = []
     for name, parameter in adapter.travelling().items():
@@ -127,7 +127,7 @@ def travelling(rank: DeepSpeedLearner, adapter: LoraAdapter) -> list[tuple[str, 
     return found
 
 
-def optimizer_size(rank: DeepSpeedLearner) -> int:
+def optimizer_size(rank: PolicyRank) -> int:
     """Elements of the first moments on this rank."""
     inner = getattr(rank._engine.optimizer, "optimizer", rank._engine.optimizer)
     return sum(torch.as_tensor(state["exp_avg"]).numel() for state in inner.state.values())

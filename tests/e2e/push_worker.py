@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.learners.deepspeed import DeepSpeedLearner
+from asyncrl.learners.policy_rank import PolicyRank
 from asyncrl.learners.runs import adjacent_runs
 from asyncrl.learners.sender import PushSender
 from asyncrl.weight_sync.base import Manifest, PushGroupSpec, plan_buckets
@@ -69,9 +69,9 @@ class Pushes:
         return self.threads.submit(both)
 
 
-def make_sender(at: Rank, rank: DeepSpeedLearner, manifest: Manifest, *, overlap: bool) -> PushSender:
+def make_sender(at: Rank, rank: PolicyRank, manifest: Manifest, *, overlap: bool) -> PushSender:
     buckets = plan_buckets(manifest, BUCKET_BYTES)
-    sharded = at.stage == 3 or at.tensor_parallel > 1
+    sharded = rank._engine.is_sharded or at.tensor_parallel > 1
     return PushSender(rank, buckets, rank=at.rank, ranks=at.ranks, sharded=sharded, overlap=overlap)
 
 

@@ -1,8 +1,9 @@
-"""Through DeepSpeed, values and gradients of the critic are those of plain autograd, whatever the split."""
+"""On every engine, values and gradients of the critic are those of plain autograd, whatever the split."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,9 +82,15 @@ class Reference:
         return by_name, float(torch.cat(clipped).double().mean())
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 2), (2, 3)])
-def test_values_and_gradients_are_those_of_plain_autograd(folder: Path, ranks: int, stage: int) -> None:
-    by_rank = run_ranks(critic_gradients, folder, stage=stage, ranks=ranks, lr=3e-3, splits=SPLITS)
+@pytest.mark.parametrize(
+    ("backend", "ranks", "stage"),
+    [("deepspeed", 1, 0), ("deepspeed", 2, 2), ("deepspeed", 2, 3), ("fsdp2", 2, 3)],
+)
+def test_values_and_gradients_are_those_of_plain_autograd(
+    folder: Path, backend: str, ranks: int, stage: int
+) -> None:
+    where: dict[str, Any] = {"backend": backend, "stage": stage, "ranks": ranks}
+    by_rank = run_ranks(critic_gradients, folder, **where, lr=3e-3, splits=SPLITS)
     for found in by_rank:
         assert not any(values.any() for values in found["start"].values()), "a new critic values all at 0"
         # No variance is explained by zeros, and some is after a few updates on the same batch.

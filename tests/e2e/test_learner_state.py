@@ -19,15 +19,21 @@ from tests.e2e.state_worker import resume, train_and_save
 from tests.e2e.tiny_policy import save_tiny_policy
 
 SAVED, END = 3, 6
-Setup = tuple[int, int, str]
+Setup = tuple[str, int, int, str]
 SETUPS: list[Setup] = [
-    (0, 2, "float32"),
-    (2, 1, "float32"),
-    (3, 2, "float32"),
-    (2, 2, "bfloat16"),
-    (3, 2, "bfloat16"),
+    ("deepspeed", 0, 2, "float32"),
+    ("deepspeed", 2, 1, "float32"),
+    ("deepspeed", 3, 2, "float32"),
+    ("fsdp2", 3, 2, "float32"),
+    ("deepspeed", 2, 2, "bfloat16"),
+    ("deepspeed", 3, 2, "bfloat16"),
+    ("fsdp2", 2, 2, "bfloat16"),
 ]
-"""ZeRO stage, ranks, dtype."""
+"""Backend, ZeRO stage, ranks, dtype."""
+
+
+def options_of(setup: Setup) -> dict[str, Any]:
+    return dict(zip(("backend", "stage", "ranks", "dtype"), setup, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +45,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(folder: Path) -> dict[Setup, list[dict[str, Any]]]:
     """Runs that saved their state on the way, and went on as if they had not."""
     return {
-        (stage, ranks, dtype): run_ranks(
+        setup: run_ranks(
             train_and_save,
             folder,
-            stage=stage,
-            ranks=ranks,
-            dtype=dtype,
+            **options_of(setup),
             end=END,
             save_at=SAVED,
-            target=saved_by(folder, (stage, ranks, dtype)),
+            target=saved_by(folder, setup),
         )
-        for stage, ranks, dtype in SETUPS
+        for setup in SETUPS
     }
 
 
@@ -61,10 +65,8 @@ def saved_by(folder: Path, setup: Setup) -> Path:
 def test_equal_ranks_go_on_to_the_bit(
     folder: Path, undisturbed: dict[Setup, list[dict[str, Any]]], setup: Setup
 ) -> None:
-    stage, ranks, dtype = setup
     source = saved_by(folder, setup)
-    where: dict[str, Any] = {"stage": stage, "ranks": ranks, "dtype": dtype}
-    found = run_ranks(resume, folder, **where, start=SAVED, end=END, source=source)
+    found = run_ranks(resume, folder, **options_of(setup), start=SAVED, end=END, source=source)
     for expected, resumed in zip(undisturbed[setup], found, strict=True):
         assert resumed["norms"] == expected["norms"][SAVED:]
         assert resumed["digests"] == expected["digests"][SAVED:], "masters, moments and counts, to the bit"
@@ -73,17 +75,26 @@ def test_equal_ranks_go_on_to_the_bit(
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [((2, 1), (2, 2)), ((3, 2), (2, 1))], ids=["1 rank to 2", "2 ranks to 1"]
+    ("before", "after"),
+    [
+        (("deepspeed", 2, 1), ("deepspeed", 2, 2)),
+        (("deepspeed", 3, 2), ("deepspeed", 2, 1)),
+        (("deepspeed", 2, 1), ("fsdp2", 3, 2)),
+        (("fsdp2", 3, 2), ("deepspeed", 3, 2)),
+        (("fsdp2", 3, 2), ("fsdp2", 2, 1)),
+    ],
+    ids=str,
 )
-def test_another_number_of_ranks_and_stage_goes_on_closely(
+def test_another_engine_stage_and_number_of_ranks_go_on_closely(
     folder: Path,
     undisturbed: dict[Setup, list[dict[str, Any]]],
-    before: tuple[int, int],
-    after: tuple[int, int],
+    before: tuple[str, int, int],
+    after: tuple[str, int, int],
 ) -> None:
-    setup, (stage, ranks) = (*before, "float32"), after
+    setup = (*before, "float32")
     source = saved_by(folder, setup)
-    found, *_ = run_ranks(resume, folder, stage=stage, ranks=ranks, start=SAVED, end=END, source=source)
+    options = options_of((*after, "float32"))
+    found, *_ = run_ranks(resume, folder, **options, start=SAVED, end=END, source=source)
     expected = undisturbed[setup][0]
     np.testing.assert_allclose(found["norms"], expected["norms"][SAVED:], rtol=1e-4)
     assert found["parameters"].keys() == expected["parameters"].keys()
@@ -107,7 +118,7 @@ def test_the_files_are_plain_safetensors_under_the_models_names(
 def test_every_way_of_saving_holds_the_same_parameters(
     folder: Path, undisturbed: dict[Setup, list[dict[str, Any]]]
 ) -> None:
-    first, *others = [SavedState(saved_by(folder, s)) for s in undisturbed if s[2] == "float32"]
+    first, *others = [SavedState(saved_by(folder, s)) for s in undisturbed if s[3] == "float32"]
     for other in others:
         assert other.parameters == first.parameters
         for name in first.parameters:

@@ -147,3 +147,24 @@ def test_a_taken_run_name_is_refused(folder: Path) -> None:
     again = start(folder, "checkpoint.resume=never", config=TINY, name="taken")
     assert again.wait(60) == 2
     assert "choose another run.name" in again.text
+
+
+def test_two_ranks_on_fsdp2_learn_and_go_on_on_one_of_deepspeed(folder: Path) -> None:
+    settings = (
+        "learner.zero_stage=3",
+        "weight_sync.overlap=true",
+        "weight_sync.bucket_mb=0.02",
+        "weight_sync.canary_every=1",
+        "eval.every=0",
+    )
+    first = finish(
+        folder, *settings, "run.steps=3", "learner.backend=fsdp2", "learner.ranks=2", name="engines"
+    )
+    assert_sound(first, max_staleness=2, capacity=4)
+    run = finish(folder, *settings, "run.steps=5", name="engines")
+    assert "going on from" in run.text
+    assert [line["policy_version"] for line in run.metrics] == list(range(6))
+    # The parameters are the same function on both sides of every push, under either engine.
+    differences = [line.get("weight_sync/canary_diff_max") for line in run.metrics]
+    assert len(differences) - differences.count(None) >= 4
+    assert all(difference is None or difference < 1e-3 for difference in differences)

@@ -23,8 +23,8 @@ from asyncrl.generators.scripted import ScriptedGenerator, log_normal_length
 from asyncrl.learners.advantages import batch_wide, from_user
 from asyncrl.learners.base import RankStep, TrainSample
 from asyncrl.learners.collate import collate
-from asyncrl.learners.deepspeed import DeepSpeedLearner
 from asyncrl.learners.objective import Objective, Tally
+from asyncrl.learners.policy_rank import PolicyRank
 from asyncrl.rollout import GroupRequest, RolloutHost
 from asyncrl.types import SamplingParams, Task
 from tests.unit.controller_harness import ScriptedScorer, config, run
@@ -132,7 +132,7 @@ def test_a_users_advantage_sees_whole_groups_and_trained_lengths() -> None:
 
 def test_the_learner_loads_a_users_functions_from_its_folder(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def advantage(rewards, lengths):\n    return [7.0 for _ in rewards]\n")
-    learner = DeepSpeedLearner(
+    learner = PolicyRank(
         model=ModelSection(path="none"),
         learner=LearnerSection(device="cpu"),
         algorithm=AlgorithmSection(advantage="mine.py:advantage"),

@@ -10,8 +10,8 @@ from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection
 from asyncrl.errors import InvariantError, StalenessError
 from asyncrl.learners.base import RankStep, TrainSample
 from asyncrl.learners.collate import collate
-from asyncrl.learners.deepspeed import DeepSpeedLearner
 from asyncrl.learners.masking import check_staleness
+from asyncrl.learners.policy_rank import PolicyRank
 from asyncrl.types import Trajectory
 
 CPU = torch.device("cpu")
@@ -80,8 +80,8 @@ def test_an_empty_prompt_is_refused() -> None:
         collate([sample([], [1], [True], [0])], version=0, device=CPU)
 
 
-def learner(max_staleness: int) -> DeepSpeedLearner:
-    return DeepSpeedLearner(
+def learner(max_staleness: int) -> PolicyRank:
+    return PolicyRank(
         model=ModelSection(path="unused"),
         learner=LearnerSection(device="cpu"),
         algorithm=AlgorithmSection(),

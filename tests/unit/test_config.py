@@ -125,6 +125,26 @@ def test_one_wrong_value(override: str, expected: str) -> None:
         (["learner.ranks=9"], "rollout.groups_per_step", ["found 8", "learner.ranks = 9"]),
         (["learner.lora.dropout=0.1"], "learner.lora.dropout", ["found 0.1", "expected 0"]),
         (
+            ["learner.backend=fsdp2", "learner.zero_stage=1"],
+            "learner.zero_stage",
+            ["found 1", "expected 2 or 3", "learner.backend deepspeed"],
+        ),
+        (
+            ["algorithm.advantage=gae", "critic.backend=fsdp2", "critic.zero_stage=0"],
+            "critic.zero_stage",
+            ["found 0", "expected 2 or 3", "critic.backend deepspeed"],
+        ),
+        (
+            ["learner.backend=fsdp2", "learner.ranks=2", "learner.tensor_parallel=2"],
+            "learner.tensor_parallel",
+            ["found 2", "expected 1", "learner.backend deepspeed"],
+        ),
+        (
+            ["learner.backend=fsdp2", "learner.lora.rank=4"],
+            "learner.lora",
+            ["found it set", "expected null", "learner.backend deepspeed"],
+        ),
+        (
             ["learner.lora.target_modules=[all-linear,q_proj]"],
             "learner.lora.target_modules",
             ["2 names", "alone"],

@@ -25,6 +25,7 @@ def colocated(*overrides: str) -> Config:
             ("generators.replicas=3", "learner.ranks=2"),
             ("generators.replicas: found 3 with learner.ranks 2", "to 3"),
         ),
+        (("learner.backend=fsdp2",), ("learner.backend: found 'fsdp2'", "expected deepspeed")),
         (("learner.zero_stage=3",), ("learner.zero_stage: found 3", "at most 2")),
         (
             ("learner.zero_stage=1", "model.dtype=bfloat16"),
@@ -71,6 +72,10 @@ VLLM = ("generators.backend=vllm",)
         (
             ("learner.zero_stage=3",),
             ("learner.zero_stage: found 3 with learner.device 'auto'", "expected 2", "learner.device cpu"),
+        ),
+        (
+            ("learner.backend=fsdp2", "learner.device=cuda"),
+            ("learner.backend: found 'fsdp2' with learner.device 'cuda'", "expected deepspeed"),
         ),
         (
             ("learner.zero_stage=0", "learner.device=cuda"),

@@ -125,9 +125,9 @@ def test_weights_that_move_between_two_pushes_are_found_where_they_are(bucket_by
             weights.move(moved)
         expected = weights.set(version)
         copies.take(version)
-        assert torch.equal(torch.cat([copies.whole(bucket) for bucket in buckets]), expected)
+        assert torch.equal(torch.cat([copies.flat(bucket) for bucket in buckets]), expected)
         weights.set(99)
-        assert torch.equal(torch.cat([copies.whole(bucket) for bucket in buckets]), expected)
+        assert torch.equal(torch.cat([copies.flat(bucket) for bucket in buckets]), expected)
     assert [flat.data_ptr() for flat in copies.flats] == addresses
 
 
@@ -138,7 +138,7 @@ def test_weights_are_converted_to_the_dtype_that_travels() -> None:
     (bucket,) = buckets = plan_buckets(manifest, 1 << 20)
     copies = ShardCopies(buckets, weights.shards)
     copies.take(0)
-    assert torch.equal(copies.whole(bucket), expected.bfloat16())
+    assert torch.equal(copies.flat(bucket), expected.bfloat16())
 
 
 def test_shards_of_other_sizes_are_refused() -> None:

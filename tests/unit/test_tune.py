@@ -149,7 +149,9 @@ def test_advice_beats_the_config_as_it_stands(synchronous: Path, costs: Costs) -
     assert advice.gain > 1.3
     choice = advice.choice.candidate
     assert choice.depth >= 1
-    assert advice.present in [o for o in advice.front if o.candidate.depth == 0] or advice.present.lag_max == 0
+    assert (
+        advice.present in [o for o in advice.front if o.candidate.depth == 0] or advice.present.lag_max == 0
+    )
     # What is recommended is a config that can be run, and gains what was said in the full simulation.
     parsed = settings(*(f"{key}={json.dumps(value)}" for key, value in choice.settings(config).items()))
     assert parsed.schedule.pipeline_depth == choice.depth

@@ -1,6 +1,6 @@
-"""One learner rank on DeepSpeed, ZeRO 0 to 3, on CPU (gloo) or CUDA (nccl).
+"""One learner rank, on any ``TrainingEngine``, on CPU (gloo) or CUDA (nccl).
 
-``engine`` is what it shares with the critic; here is what is the policy's own.
+The engine is what it shares with the critic; here is what is the policy's own.
 
 Invariants:
 - A trained token with lag > max_staleness, or of a version that does not exist yet, raises
@@ -37,7 +37,7 @@ from asyncrl.errors import InvariantError
 from asyncrl.learners.advantages import batch_wide, from_user
 from asyncrl.learners.base import LearnerInfo, MiniBatch, RankStep, StepResult, TrainSample, finite
 from asyncrl.learners.collate import MicroBatch, collate
-from asyncrl.learners.engine import TrainingEngine
+from asyncrl.learners.engines import make_engine
 from asyncrl.learners.lora import LoraAdapter
 from asyncrl.learners.masking import check_staleness, mask_stale
 from asyncrl.learners.objective import Objective, Tally
@@ -57,7 +57,7 @@ from asyncrl.weight_sync.verify import state_checksum
 log = logging.getLogger(__name__)
 
 
-class DeepSpeedLearner:
+class PolicyRank:
     """A ``LearnerRank``: every rank gets the same calls in the same order.
 
     ``master`` is host and port where the ranks meet; rank 0 listens there, on that address alone.
@@ -99,7 +99,7 @@ class DeepSpeedLearner:
         self._push_adapters = push_adapters
         self._total_steps = total_steps
         self._rank = rank
-        self._engine = TrainingEngine(
+        self._engine = make_engine(
             learner,
             "learner",
             dtype=model.dtype,
@@ -146,12 +146,7 @@ class DeepSpeedLearner:
                 manifest, adapters = self._adapter.manifest, self._adapter.specs
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._build(model)
-        self._weights = PolicyWeights(
-            self._engine,
-            self._adapter,
-            sharded=self._settings.zero_stage == 3,
-            tensors=self._engine.tensors,
-        )
+        self._weights = PolicyWeights(self._engine, self._adapter, self._engine.tensors)
         reference = self._reference_section
         if reference.place == "learner" and self._needs_reference:
             self._resident = ResidentReference(self._engine, every=reference.refresh_every, ema=reference.ema)
@@ -361,7 +356,7 @@ class DeepSpeedLearner:
         return self._weights.shards(bucket)
 
     def share(self) -> SharedModel:
-        if self._settings.zero_stage == 3 or self._adapter is not None:
+        if self._engine.is_sharded or self._adapter is not None:
             raise InvariantError("asked to share weights that lie in parts: config checks refuse that")
         return SharedModel(self._engine.module)
 
@@ -372,7 +367,7 @@ class DeepSpeedLearner:
         self._engine.reload()
 
     def checksum(self) -> str:
-        """Checksum of the full parameters; collective for ZeRO-3, the same on every rank."""
+        """Checksum of the full parameters; collective, the same on every rank."""
         return state_checksum(self.named_parameters())
 
     def export(self, folder: Path) -> None:

@@ -1,8 +1,9 @@
-"""Through DeepSpeed, the gradient of a step is that of plain autograd over the whole step."""
+"""On every engine, the gradient of a step is that of plain autograd over the whole step."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,12 +43,24 @@ def references(folder: Path) -> list[dict[str, np.ndarray]]:
     return [by_autograd(folder, groups) for groups, _ in SPLITS]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("backend", "stage", "ranks", "checkpointing"),
+    [
+        *(("deepspeed", stage, ranks, False) for stage in range(4) for ranks in (1, 2)),
+        ("fsdp2", 2, 1, False),
+        ("fsdp2", 3, 2, True),
+    ],
+)
 def test_gradient_is_that_of_plain_autograd(
-    folder: Path, references: list[dict[str, np.ndarray]], stage: int, ranks: int
+    folder: Path,
+    references: list[dict[str, np.ndarray]],
+    backend: str,
+    stage: int,
+    ranks: int,
+    checkpointing: bool,
 ) -> None:
-    by_rank = run_ranks(gradients, folder, stage=stage, ranks=ranks, splits=SPLITS)
+    where: dict[str, Any] = {"backend": backend, "stage": stage, "ranks": ranks}
+    by_rank = run_ranks(gradients, folder, **where, checkpointing=checkpointing, splits=SPLITS)
     for split, reference in enumerate(references):
         rows = [found[split][0] for found in by_rank]
         assert len({len(r) for r in rows}) == 1

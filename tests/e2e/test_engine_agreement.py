@@ -1,4 +1,4 @@
-"""Fed the same recorded batches, every ZeRO stage ends in the same place."""
+"""Fed the same recorded batches, every engine and every ZeRO stage ends in the same place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from tests.e2e.tiny_policy import save_tiny_policy
 from tests.unit.recorded_batches import batch_of, record_batch
 
 VERSIONS = 20
-STAGES = [0, 1, 2, 3]
+Setup = tuple[str, int, int]
+"""Backend, ZeRO stage, ranks."""
+PLAIN: Setup = ("deepspeed", 0, 1)
+DEEPSPEED: list[Setup] = [("deepspeed", stage, 2) for stage in range(4)]
+FSDP: list[Setup] = [("fsdp2", 2, 1), ("fsdp2", 2, 2), ("fsdp2", 3, 2)]
+VIEWED: list[Setup] = [PLAIN, *(("deepspeed", stage, 2) for stage in (0, 2, 3)), ("fsdp2", 3, 2)]
 KINDS = ["advantage", "infinite advantage", "behaviour log-probs"]
 
 
@@ -26,12 +31,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """By (stage, ranks): what each rank returned."""
+def runs(folder: Path) -> dict[Setup, list[dict[str, Any]]]:
+    """What each rank returned."""
     return {
-        (stage, ranks): run_ranks(train, folder, stage=stage, ranks=ranks, versions=VERSIONS)
-        for stage, ranks in [(0, 1), *((stage, 2) for stage in STAGES)]
+        setup: run_ranks(train, folder, **options_of(setup), versions=VERSIONS)
+        for setup in [PLAIN, *DEEPSPEED, *FSDP]
     }
+
+
+def options_of(setup: Setup) -> dict[str, Any]:
+    return dict(zip(("backend", "stage", "ranks"), setup, strict=True))
 
 
 def test_the_recorded_batches_are_uneven() -> None:
@@ -45,9 +54,9 @@ def test_the_recorded_batches_are_uneven() -> None:
     assert len(lengths) == 24
 
 
-@pytest.mark.parametrize("other", [(0, 2), (1, 2), (2, 2), (3, 2)], ids=str)
-def test_stages_agree(runs: dict[tuple[int, int], list[dict[str, Any]]], other: tuple[int, int]) -> None:
-    expected, found = runs[0, 1][0], runs[other][0]
+@pytest.mark.parametrize("other", [*DEEPSPEED, *FSDP], ids=str)
+def test_engines_and_stages_agree(runs: dict[Setup, list[dict[str, Any]]], other: Setup) -> None:
+    expected, found = runs[PLAIN][0], runs[other][0]
     np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-4)
     difference = max(np.abs(found["parameters"][n] - p).max() for n, p in expected["parameters"].items())
     assert difference <= 1e-5
@@ -55,9 +64,9 @@ def test_stages_agree(runs: dict[tuple[int, int], list[dict[str, Any]]], other: 
 
 
 def test_the_runs_really_moved_and_were_clipped(
-    folder: Path, runs: dict[tuple[int, int], list[dict[str, Any]]]
+    folder: Path, runs: dict[Setup, list[dict[str, Any]]]
 ) -> None:
-    run = runs[0, 1][0]
+    run = runs[PLAIN][0]
     start = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     moved = max(np.abs(start[n].numpy() - p).max() for n, p in run["parameters"].items())
     assert moved > 1e-3
@@ -65,9 +74,9 @@ def test_the_runs_really_moved_and_were_clipped(
     assert run["lrs"][:4] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3])
 
 
-@pytest.mark.parametrize("key", [(0, 1), (0, 2), (2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("key", VIEWED, ids=str)
 def test_every_view_of_the_weights_is_the_same(
-    folder: Path, runs: dict[tuple[int, int], list[dict[str, Any]]], key: tuple[int, int]
+    folder: Path, runs: dict[Setup, list[dict[str, Any]]], key: Setup
 ) -> None:
     first, *others = runs[key]
     for other in others:
@@ -79,7 +88,7 @@ def test_every_view_of_the_weights_is_the_same(
     assert len(first["buckets"]) > 1
     for names, bucket in zip(first["bucket_names"], first["buckets"], strict=True):
         np.testing.assert_array_equal(bucket, np.concatenate([first["parameters"][n].ravel() for n in names]))
-    exported = folder.parent / f"export-{key[0]}-{key[1]}"
+    exported = folder.parent / "-".join(["export", *map(str, key)])
     state = AutoModelForCausalLM.from_pretrained(exported).state_dict()
     for name, parameter in first["parameters"].items():
         np.testing.assert_array_equal(state[name].numpy(), parameter)
@@ -87,11 +96,11 @@ def test_every_view_of_the_weights_is_the_same(
     assert AutoTokenizer.from_pretrained(exported)("w3 w7")["input_ids"] == [3, 7]
 
 
-@pytest.mark.parametrize("key", [(0, 1), (0, 2), (2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("key", VIEWED, ids=str)
 def test_scores_are_those_of_a_forward_pass_on_every_rank(
-    folder: Path, runs: dict[tuple[int, int], list[dict[str, Any]]], key: tuple[int, int]
+    folder: Path, runs: dict[Setup, list[dict[str, Any]]], key: Setup
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder.parent / f"export-{key[0]}-{key[1]}").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder.parent / "-".join(["export", *map(str, key)])).eval()
     ids = torch.tensor(SCORED)
     with torch.inference_mode():
         logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
@@ -100,12 +109,12 @@ def test_scores_are_those_of_a_forward_pass_on_every_rank(
         np.testing.assert_allclose(rank["scores"], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("setup", [*DEEPSPEED, ("fsdp2", 3, 2)], ids=str)
 def test_an_update_that_is_not_finite_on_one_rank_leaves_every_bit_on_all(
-    folder: Path, runs: dict[tuple[int, int], list[dict[str, Any]]], stage: int
+    folder: Path, runs: dict[Setup, list[dict[str, Any]]], setup: Setup
 ) -> None:
-    ranks = run_ranks(skip, folder, stage=stage, ranks=2, kinds=KINDS)
-    for rank, undisturbed in zip(ranks, runs[stage, 2], strict=True):
+    ranks = run_ranks(skip, folder, **options_of(setup), kinds=KINDS)
+    for rank, undisturbed in zip(ranks, runs[setup], strict=True):
         assert [result.skipped for result in rank["results"]] == [True] * len(KINDS)
         for result in rank["results"]:
             assert result.metrics["actor/nonfinite_grads"] == 1.0
@@ -119,14 +128,14 @@ def test_an_update_that_is_not_finite_on_one_rank_leaves_every_bit_on_all(
         assert last == undisturbed["digests"][1] != before
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("setup", [*(DEEPSPEED[stage] for stage in (0, 2, 3)), ("fsdp2", 3, 2)], ids=str)
 def test_bfloat16_follows_float32_and_skips_likewise(
-    folder: Path, runs: dict[tuple[int, int], list[dict[str, Any]]], stage: int
+    folder: Path, runs: dict[Setup, list[dict[str, Any]]], setup: Setup
 ) -> None:
-    for run in run_ranks(train, folder, stage=stage, ranks=2, versions=3, dtype="bfloat16"):
-        np.testing.assert_allclose(run["norms"], runs[0, 1][0]["norms"][:3], rtol=0.03)
+    for run in run_ranks(train, folder, **options_of(setup), versions=3, dtype="bfloat16"):
+        np.testing.assert_allclose(run["norms"], runs[PLAIN][0]["norms"][:3], rtol=0.03)
         assert len(set(run["digests"])) == 3
-    for run in run_ranks(skip, folder, stage=stage, ranks=2, kinds=KINDS[:1], dtype="bfloat16"):
+    for run in run_ranks(skip, folder, **options_of(setup), kinds=KINDS[:1], dtype="bfloat16"):
         before, after_bad, last = run["digests"]
         assert [result.skipped for result in run["results"]] == [True]
         assert after_bad == before != last
