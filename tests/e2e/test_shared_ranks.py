@@ -24,14 +24,14 @@ from tests.e2e.deepspeed_worker import gradients, lone_gradient, run_ranks, skip
 from tests.e2e.push_worker import push_to_a_receiver_that_dies
 from tests.e2e.runs import assert_sound, finish
 from tests.e2e.state_worker import resume, train_and_save
-from tests.e2e.test_deepspeed_gradients import by_autograd
+from tests.e2e.test_engine_gradients import by_autograd
 from tests.e2e.tiny_policy import save_tiny_policy
 from tests.unit.recorded_batches import VOCABULARY
 
 SEQUENCE: dict[str, Any] = {"sequence_parallel": 2}
 TENSOR: dict[str, Any] = {"tensor_parallel": 2}
 SPLITS = [(3, 60), (1, 10_000)]
-"""(groups, micro_batch_tokens), as in ``test_deepspeed_gradients``."""
+"""(groups, micro_batch_tokens), as in ``test_engine_gradients``."""
 
 
 @pytest.fixture(scope="module")
