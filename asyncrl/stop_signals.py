@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -64,6 +63,8 @@ class StopSignals:
 
         At once for one that came before.
         """
+        import asyncio  # which --help can do without
+
         loop = asyncio.get_running_loop()
 
         def arrived(number: signal.Signals) -> None:
