@@ -138,7 +138,8 @@ def _train(
     model_path = resolve_model(config, console)
     log.info("%s", prompts.report)
     try:
-        placement = open_session(config)
+        with signals.kept():
+            placement = open_session(config)
         if placement.logs is not None:
             sentinel.watch(placement.logs)
         signals.check()

@@ -64,6 +64,25 @@ def test_who_listens_is_told_in_the_loop_and_goes_on(number: signal.Signals) -> 
     assert told == [number.name]
 
 
+def test_a_library_that_takes_a_signal_for_itself_gives_it_back() -> None:
+    """As ``ray.init`` does, whose handler of SIGTERM exits with 15."""
+
+    def library() -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        signal.raise_signal(signal.SIGTERM)
+
+    with StopSignals() as signals:
+        with pytest.raises(Interrupted) as caught, signals.kept():
+            library()
+        assert caught.value.exit_code == 143
+        assert signals.received is signal.SIGTERM
+        signals.received = None
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit, match="1"), signals.kept():
+            sys.exit(1)
+
+
 def test_who_listens_too_late_is_told_at_once() -> None:
     told: list[str] = []
 
