@@ -138,7 +138,8 @@ def _train(
     log.info("%s", prompts.report)
     try:
         # Before the model, which may take minutes to come: a place that is not there shows at once.
-        placement = open_session(config)
+        with signals.kept():
+            placement = open_session(config)
         if placement.logs is not None:
             sentinel.watch(placement.logs)
         signals.check()

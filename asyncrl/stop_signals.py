@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -59,11 +58,26 @@ class StopSignals:
             raise Interrupted(self.received)
 
     @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around what replaces handlers, as ``ray.init`` does: its own for SIGTERM exits with that number."""
+        try:
+            yield
+        except SystemExit as exit_:
+            if exit_.code != signal.SIGTERM:
+                raise
+            self.received = signal.SIGTERM
+            raise Interrupted(signal.SIGTERM) from None
+        finally:
+            self._install()
+
+    @contextmanager
     def listened_to(self, stop: Callable[[str], None]) -> Iterator[None]:
         """Inside the block, ``stop`` is called in the running event loop, with the first signal's name.
 
         At once for one that came before.
         """
+        import asyncio  # which --help can do without
+
         loop = asyncio.get_running_loop()
 
         def arrived(number: signal.Signals) -> None:

@@ -441,7 +441,7 @@ def test_an_evaluation_that_was_interrupted_counts_once_it_was_made_again(tmp_pa
     undisturbed = config_in(tmp_path / "undisturbed", "run.steps=9", "eval.every=6", "checkpoint.every=6")
     leg(undisturbed)
     end = lines(undisturbed, "metrics.jsonl")[6]["time"]
-    leg(config, killed_after_s=end + 0.5)
+    leg(config, killed_after_s=end + 0.14)  # the copy takes 0.125 s, the evaluation 0.16
     assert store.steps()[-1] == 6
     assert store.best() is None, "killed too late: the evaluation was known"
     leg(config)
@@ -497,11 +497,11 @@ def test_the_timeline_shows_as_much_of_checkpoints_as_the_metrics_say(tmp_path: 
     assert said[-1] == pytest.approx(0.125)
 
 
-@pytest.mark.parametrize("after_s", [3.0, 7.6, 13.0], ids=["starting", "the first push", "evaluating"])
+@pytest.mark.parametrize("after_s", [3.0, 7.6, 7.83], ids=["starting", "the first push", "evaluating"])
 def test_a_signal_before_training_ends_the_run_at_once_and_costs_nothing(
     tmp_path: Path, after_s: float
 ) -> None:
-    """The learner starts for 7.5 s, the push takes 0.25, the evaluation the rest."""
+    """The learner starts for 7.5 s, the push takes 0.25, the evaluation 0.16."""
     config = config_in(tmp_path, "run.steps=3", "eval.every=1")
     stopped = leg(config, stop_after_s=after_s, start_s=7.5)
     assert stopped.summary is not None
@@ -514,7 +514,7 @@ def test_a_signal_before_training_ends_the_run_at_once_and_costs_nothing(
 
 
 def test_a_resumed_run_that_is_stopped_while_it_starts_is_where_it_was(tmp_path: Path) -> None:
-    config = config_in(tmp_path, "run.steps=6", "eval.every=2")
+    config = config_in(tmp_path, "run.steps=6")
     leg(config, stop_at_step=2)
     before = lines(config, "metrics.jsonl"), lines(config, "ledger.jsonl")
     assert leg(config, stop_after_s=3.0, start_s=7.5).learner.batches == []
