@@ -140,6 +140,7 @@ def push_all(job: Job) -> dict[str, Any]:
         sender = PushSender(
             rank, plan_buckets(manifest, BUCKET_BYTES), rank=0, ranks=1, sharded=False, overlap=False
         )
+        store.get("receiver stands")
         sender.open(push_spec(job, manifest, 0), store)
         share = push_stall.make_share(push_job(job), 0)
         seconds, nbytes = [], 0
@@ -173,6 +174,7 @@ async def _receive_all(job: Job) -> None:
     store = await asyncio.to_thread(lambda: dist.TCPStore("127.0.0.1", job.store, is_master=False))
     found = json.loads(await asyncio.to_thread(store.get, "manifest"))
     manifest = tuple(TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in found)
+    store.set("receiver stands", "")
     try:
         await generator.join(push_spec(job, manifest, 1))
         for version in range(1, job.pushes + 1):
