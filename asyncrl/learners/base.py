@@ -155,27 +155,27 @@ class LearnerRank(Protocol):
 
         Written to ``into``, a flat tensor of their size and dtype, if that lies where they do.
 
-        Collective for ZeRO-3 (one bucket gathered at a time); None on other ranks.
+        Collective where parameters are sharded (one bucket gathered at a time); None on other ranks.
         """
         ...
 
     def shards(self, bucket: Sequence[TensorSpec]) -> list[torch.Tensor]:
         """This rank's own part of each tensor, flat, as it lies in memory: valid until the next update.
 
-        Below ZeRO 3, the whole tensors on rank 0 and [] elsewhere. With ZeRO 3, parts of one size on
-        every rank: put together in the order of the ranks they are the tensor and some padding. With
-        adapters they are copies, merged, and the call is collective for ZeRO-3.
+        Where parameters are sharded (ZeRO 3, FSDP2), parts of one size on every rank: put together in the
+        order of the ranks they are the tensor and some padding. Else the whole tensors on rank 0 and []
+        elsewhere. With adapters they are copies, merged, and the call is collective for shards.
         """
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full fp32 (or bf16) parameters by Hugging Face name; collective for ZeRO-3."""
+        """Full fp32 (or bf16) parameters by Hugging Face name; collective for shards."""
         ...
 
     def share(self) -> SharedModel:
         """A model for an engine in this process, over the parameters that this rank trains.
 
-        Not with ZeRO-3 or adapters, where no whole weights lie in memory.
+        Not with shards or adapters, where no whole weights lie in memory.
         """
         ...
 

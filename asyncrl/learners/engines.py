@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from asyncrl.checkpoint.files import FileEntry
 from asyncrl.config import Dtype, EngineSection
+from asyncrl.learners.rank_group import RankGroup
 from asyncrl.learners.state_files import Part
 
 
@@ -152,8 +153,6 @@ def make_engine(
     ranks meet; rank 0 listens there, on that address alone. Raises ConfigError for a device that is not
     there.
     """
-    from asyncrl.learners.rank_group import RankGroup
-
     group = RankGroup(settings, section, rank=rank, world_size=world_size, master=master)
     if settings.backend == "fsdp2":
         from asyncrl.learners.fsdp_engine import FsdpEngine
