@@ -157,18 +157,18 @@ class LearnerRank(Protocol):
         Written to ``into``, a flat tensor of their size and dtype, if that lies where they do.
         ``everywhere``: this rank wants it too, whatever its number.
 
-        Collective for ZeRO-3 (one bucket gathered at a time), and where ranks divide layers (one tensor at a
-        time); None on other ranks.
+        Collective where parameters are sharded (one bucket gathered at a time), and where ranks divide layers
+        (one tensor at a time); None on other ranks.
         """
         ...
 
     def shards(self, bucket: Sequence[TensorSpec]) -> list[torch.Tensor]:
         """This rank's own part of each tensor, flat, as it lies in memory: valid until the next update.
 
-        Below ZeRO 3, the whole tensors on rank 0 and [] elsewhere. With ZeRO 3, parts of one size on
-        every rank: put together in the order of the ranks they are the tensor and some padding. With
-        adapters they are copies, merged, and the call is collective for ZeRO-3. Not where ranks divide
-        layers: none has whole tensors then, or runs of them.
+        Where parameters are sharded (ZeRO 3, FSDP2), parts of one size on every rank: put together in the
+        order of the ranks they are the tensor and some padding. Else the whole tensors on rank 0 and []
+        elsewhere. With adapters they are copies, merged, and the call is collective for shards. Not where
+        ranks divide layers: none has whole tensors then, or runs of them.
         """
         ...
 
@@ -179,7 +179,7 @@ class LearnerRank(Protocol):
     def share(self) -> SharedModel:
         """A model for an engine in this process, over the parameters that this rank trains.
 
-        Not with ZeRO-3 or adapters, where no whole weights lie in memory.
+        Not with shards or adapters, where no whole weights lie in memory.
         """
         ...
 

@@ -9,8 +9,9 @@ gradient.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ class DeepSpeedEngine:
         self._state.load(saved)
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
-                self._rewrite(parameter, saved.read("weight", name, slab=self._slab(name)))
+                self._rewrite(parameter, partial(saved.read, "weight", name, slab=self._slab(name)))
 
     def close(self) -> None:
         if self._engine is not None:
@@ -205,16 +206,16 @@ class DeepSpeedEngine:
         self._group.close()
 
     @torch.no_grad()
-    def _rewrite(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Overwrite a parameter on every rank; collective for ZeRO-3."""
+    def _rewrite(self, parameter: nn.Parameter, read: Callable[[], Tensor]) -> None:
+        """Overwrite a parameter on every rank; collective for ZeRO-3, where rank 0 alone reads."""
         if not self.is_sharded:
-            parameter.copy_(values.view(parameter.shape))
+            parameter.copy_(read().view(parameter.shape))
             return
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if self.rank == 0:
-                parameter.copy_(values.view(parameter.shape))
+                parameter.copy_(read().view(parameter.shape))
 
     def _owned(self, fragments: list[Fragment]) -> list[Fragment]:
         """Which of them this rank has to write: where all have everything, each its share."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from asyncrl.checkpoint.files import FileEntry
 from asyncrl.config import Dtype, EngineSection
+from asyncrl.learners.rank_group import RankGroup
 from asyncrl.learners.state_files import Part
 from asyncrl.learners.tensor import TensorParallel
 
@@ -191,8 +192,6 @@ def make_engine(
     number and train the same samples, a part of the work each; with ``tensor_parallel``, those divide the
     layers. Both are DeepSpeed's alone. Raises ConfigError for a device that is not there.
     """
-    from asyncrl.learners.rank_group import RankGroup
-
     group = RankGroup(settings, section, rank=rank, world_size=world_size, master=master, shared=shared)
     if settings.backend == "fsdp2":
         from asyncrl.learners.fsdp_engine import FsdpEngine

@@ -7,7 +7,7 @@ is all that training waits for, and ``send`` works from the copies, in a thread 
 Invariants:
 - What is sent as version v are the bytes that the parameters had when v was complete, whatever step
   runs meanwhile. A push that is sent again sends the same copy.
-- The copies are allocated once; with ZeRO 3 each rank holds its shard alone.
+- The copies are allocated once; each rank holds its shard alone.
 - Beside shard and copy, rank 0 holds two buckets, into which everything arrives; the others at most a part of
   one tensor, where it travels in another dtype.
 - Each channel has a push group of its own: a rebuilt one, or a broken one, touches no other channel's.
@@ -128,7 +128,7 @@ class PushSender:
             self._lines.popitem()[1].close()
 
     def _send_parameters(self, version: int, line: _Line) -> tuple[str, int] | None:
-        """Who has receivers sends; with ZeRO 3 the others take part in gathering each bucket."""
+        """Who has receivers sends; where parameters are sharded, the others take part in gathering buckets."""
         group = line.group
         if group is None:
             assert line.beside or self._rank != 0, "open() comes first"
