@@ -125,7 +125,7 @@ def _in_cluster(
     # Others may use some of it. Where they use too much, they may be about to end: setting aside waits.
     with contextlib.suppress(PlacementError):
         seats = decide(cluster_nodes(free=True))
-    ranks = {
+    ranks: dict[str, list[Seat]] = {
         name: reserve_ranks(placed[name], seats[name]) for name in ("learner", "critic") if name in placed
     }
     others = {seat.node.id for of_group in ranks.values() for seat in of_group}
@@ -241,7 +241,7 @@ def actor_options(gpus: int, seat: Seat | None = None) -> dict[str, Any]:
 def rank_options(placement: Placement, section: str, ranks: int) -> list[dict[str, Any]]:
     """Ray options of each rank of learner or critic, which is what ``section`` names."""
     gpus = placement.learner_gpus if section == "learner" else placement.role_gpus[section]
-    seats = placement.ranks.get(section) or [None] * ranks
+    seats: Sequence[Seat | None] = placement.ranks.get(section) or [None] * ranks
     return [actor_options(gpus, seat) for seat in seats]
 
 

@@ -39,6 +39,8 @@ _RESERVE_S = 60.0
 _LOOK_AGAIN_S = 60.0
 """How long a placement group waits for room before it is made anew, with the nodes that there are by then."""
 _AFTER_ERROR_S = 5.0
+_HEAD = "node:__internal_head__"
+"""A resource that the head node alone has."""
 _NODE_ID = "ray.io/node-id"
 """The label that Ray gives each node."""
 
@@ -58,12 +60,11 @@ class Seat:
 
 
 def cluster_nodes(*, free: bool = False) -> list[Node]:
-    """The nodes that live, with what they have, or with what of it is ``free``. Blocks."""
+    """The nodes that live, the head first, with what they have, or with what of it is ``free``. Blocks."""
     has = ray._private.state.available_resources_per_node() if free else {}
     nodes = []
-    for found in ray.nodes():
-        if not found["Alive"]:
-            continue
+    living = [found for found in ray.nodes() if found["Alive"]]
+    for found in sorted(living, key=_order):
         resources = has.get(found["NodeID"], {}) if free else found["Resources"]
         nodes.append(
             Node(
@@ -75,6 +76,10 @@ def cluster_nodes(*, free: bool = False) -> list[Node]:
             )
         )
     return nodes
+
+
+def _order(found: dict[str, Any]) -> tuple[bool, str, str]:
+    return _HEAD not in found["Resources"], found["NodeManagerAddress"], found["NodeID"]
 
 
 def reserve_ranks(demand: Demand, nodes: Sequence[Node]) -> list[Seat]:
