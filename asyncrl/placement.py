@@ -61,12 +61,12 @@ class Placement:
 
 def open_session(config: Config) -> Placement:
     """Start or join Ray, and set aside what ``config`` asks for. Raises PlacementError."""
+    set_inherited()  # before the import of ray, which reads some of it
     import ray
 
     from asyncrl.seats import cluster_nodes
 
     address = config.placement.address
-    set_inherited()
     if address is None:
         # Says at each start that authentication is on, as it should be.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
