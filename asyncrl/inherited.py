@@ -10,6 +10,8 @@ import os
 _VARIABLES = {
     # No usage reports, no bars between the lines of the log.
     "RAY_USAGE_STATS_ENABLED": "0",
+    # No errors of an autoscaler about room that is waited for: what does not fit is said by us.
+    "RAY_SCHEDULER_EVENTS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     # Ray runs workers at niceness 15: beside anything else on the machine they would starve.

@@ -150,7 +150,7 @@ def where_another(
 
 def require_total(nodes: Sequence[Node], demands: Sequence[Demand]) -> None:
     """Raise PlacementError if the nodes together have less than all demands together need."""
-    actors = " and ".join(f"{demand.count} {demand.what}s" for demand in demands)
+    actors = " and ".join(f"{d.count} {d.what}{'s' if d.count != 1 else ''}" for d in demands)
     keys = " or ".join(demand.key for demand in demands)
     gpus, has_gpus = sum(d.count * d.gpus for d in demands), sum(node.gpus for node in nodes)
     if gpus > has_gpus:

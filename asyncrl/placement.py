@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -72,12 +73,12 @@ class Placement:
 
 def open_session(config: Config) -> Placement:
     """Start or join Ray, and set aside what ``config`` asks for. Raises PlacementError."""
+    set_inherited()  # before the import of ray, which reads some of it
     import ray
 
     from asyncrl.seats import cluster_nodes
 
     address = config.placement.address
-    set_inherited()
     if address is None:
         # Says at each start that authentication is on, as it should be.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
@@ -132,13 +133,10 @@ def _in_cluster(
         require_total(taken, everything)
         return dict(zip(placed, assign(taken, list(placed.values())), strict=True))
 
-    decide(nodes)  # what the cluster does not have is told from what others use of it
-    try:
+    seats = decide(nodes)
+    # Others may use some of it. Where they use too much, they may be about to end: setting aside waits.
+    with contextlib.suppress(PlacementError):
         seats = decide(cluster_nodes(free=True))
-    except PlacementError as error:
-        raise PlacementError(
-            f"the cluster is large enough, but others use it. Of what is free: {error}"
-        ) from None
     ranks: dict[str, Sequence[Seat]] = {
         name: reserve_ranks(placed[name], seats[name]) for name in ("learner", "critic") if name in placed
     }

@@ -35,10 +35,12 @@ from asyncrl.nodes import Demand, Node, where_another
 log = logging.getLogger(__name__)
 
 _RESERVE_S = 60.0
-"""Longest that Ray may take to set aside what was free a moment ago."""
+"""Longest that what others use is waited for: a run that has just ended, above all."""
 _LOOK_AGAIN_S = 60.0
 """How long a placement group waits for room before it is made anew, with the nodes that there are by then."""
 _AFTER_ERROR_S = 5.0
+_HEAD = "node:__internal_head__"
+"""A resource that the head node alone has."""
 _NODE_ID = "ray.io/node-id"
 """The label that Ray gives each node."""
 
@@ -58,12 +60,11 @@ class Seat:
 
 
 def cluster_nodes(*, free: bool = False) -> list[Node]:
-    """The nodes that live, with what they have, or with what of it is ``free``. Blocks."""
+    """The nodes that live, the head first, with what they have, or with what of it is ``free``. Blocks."""
     has = ray._private.state.available_resources_per_node() if free else {}
     nodes = []
-    for found in ray.nodes():
-        if not found["Alive"]:
-            continue
+    living = [found for found in ray.nodes() if found["Alive"]]
+    for found in sorted(living, key=_order):
         resources = has.get(found["NodeID"], {}) if free else found["Resources"]
         nodes.append(
             Node(
@@ -75,6 +76,10 @@ def cluster_nodes(*, free: bool = False) -> list[Node]:
             )
         )
     return nodes
+
+
+def _order(found: dict[str, Any]) -> tuple[bool, str, str]:
+    return _HEAD not in found["Resources"], found["NodeManagerAddress"], found["NodeID"]
 
 
 def reserve_ranks(demand: Demand, nodes: Sequence[Node]) -> list[Seat]:
@@ -181,11 +186,11 @@ def _node_of(group: PlacementGroup) -> Node:
 
 
 def _await_room(demand: Demand, group: PlacementGroup) -> None:
-    """Return once the group was placed; blocks. PlacementError where others were faster."""
+    """Return once the group was placed; blocks. PlacementError where others keep what it needs."""
     if group.wait(_RESERVE_S):
         return
     free = ", ".join(f"{n}: {n.gpus} GPUs and {n.cpus:g} CPUs" for n in cluster_nodes(free=True))
     raise PlacementError(
-        f"{demand.size(len(group.bundle_specs))} for {demand.what}s were free, and are not {_RESERVE_S:g} s "
-        f"later: now free are {free}; wait for what else runs on the cluster, or lower {demand.key}"
+        f"{demand.size(len(group.bundle_specs))} for {demand.what}s did not become free in {_RESERVE_S:g} s: "
+        f"the cluster has them, and now free are {free}; wait for what else runs there, or lower {demand.key}"
     )

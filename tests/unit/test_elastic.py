@@ -21,7 +21,7 @@ from asyncrl.types import Task
 
 from .controller_harness import Outcome, ScriptedCluster, config, run
 
-SCHEDULES = 120
+SCHEDULES = 80
 ELASTIC = (
     "placement.address=cluster",
     "generators.max=4",

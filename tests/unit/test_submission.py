@@ -42,7 +42,7 @@ def test_a_cluster_that_does_not_answer_is_a_usage_error(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(
-        "{model: {path: none}, data: {train: a.jsonl}, reward: {functions: exact_match}}"
+        "{model: {path: none}, data: {train: a.jsonl}, reward: {functions: [exact_match]}}"
     )
     arguments = ["train", "--config", "run.yaml", f"run.dir={tmp_path}/runs"]
     result = CliRunner().invoke(app, [*arguments, "--address", "http://127.0.0.1:9"])
