@@ -43,7 +43,8 @@ class DeviceMemory:
 
     def offer(self, nbytes: int) -> Offer:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        _, *values = memory.untyped_storage()._share_cuda_()
+        storage: Any = memory.untyped_storage()
+        _, *values = storage._share_cuda_()
         return Offer(memory, dict(zip(_FIELDS, map(_plain, values), strict=True)))
 
     def take(self, nbytes: int, handle: Mapping[str, Any], descriptors: Sequence[int]) -> torch.Tensor:
@@ -55,7 +56,7 @@ class DeviceMemory:
         torch.cuda.current_stream(self.device).synchronize()
 
     def collect(self) -> None:
-        torch.cuda.ipc_collect()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ MANIFEST = (
 )
 TIMEOUT_S = 20.0
 AT_ONCE_S = 5.0
+STARTS_WITHIN_S = 300.0
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -148,8 +150,9 @@ def test_a_group_of_more_than_two_is_refused() -> None:
         join_group(replace(spec_at(store.port), world_size=3), store)
 
 
-def _take_over(port: int, deaf: bool) -> None:
+def _take_over(port: int, deaf: bool, ready: Event) -> None:
     """A receiver in a process of its own; ``deaf``: it takes nothing that it is sent."""
+    ready.set()  # all is imported
     group = join_group(spec_at(port, bucket_bytes=1).of_slot(0, 1))
     version = 0
     while True:
@@ -164,8 +167,11 @@ def test_a_killed_receiver_is_noticed_at_once_and_leaves_nothing_behind(
     threads: ThreadPoolExecutor, deaf: bool
 ) -> None:
     store = create_store("127.0.0.1", TIMEOUT_S)
-    process = multiprocessing.get_context("spawn").Process(target=_take_over, args=(store.port, deaf))
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=_take_over, args=(store.port, deaf, ready))
     process.start()
+    assert ready.wait(STARTS_WITHIN_S)
     group = join_group(spec_at(store.port, bucket_bytes=1).of_slot(0, 0), store)
     if not deaf:
         group.send(1, gather(weights(1)))
