@@ -1,8 +1,8 @@
 """Real runs of one config with different settings, interleaved, and the figures of each.
 
 Invariants:
-- Each run is ``asyncrl train`` in a process of its own, as a user would start it; runs of a measurement differ
-  in nothing but the settings that they are named for.
+- Each run is ``asyncrl train`` in a process of its own, as a user would start it; runs of a measurement
+  differ in nothing but the settings that they are named for.
 - Runs are interleaved (A B A B), so that whatever the machine does in the long run meets every one.
 - A signal goes on to the run that is under way, which ends in good order, and with it the measurement.
 """
@@ -39,7 +39,7 @@ QUIET = (
 _SHOWN_LINES = 20
 
 
-class Interrupted(Exception):  # noqa: N818  no error: the user ended it
+class Interrupted(Exception):
     """A signal ended a run, and with it the measurement."""
 
     def __init__(self, exit_code: int) -> None:

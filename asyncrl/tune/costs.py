@@ -116,7 +116,8 @@ def measure_costs(run: RecordedRun) -> Costs:
         send_s=max(0.0, _mean(line["timing_s/weight_sync"] for line in pushed) - pause_s),
         pause_s=pause_s,
         copy_s=_mean(line.get("timing_s/weight_sync_stall", 0.0) for line in pushed) if overlapped else 0.0,
-        score_s=_mean(e.end - e.start for e in events if e.track.startswith("reward worker")) + _delay(events),
+        score_s=_mean(e.end - e.start for e in events if e.track.startswith("reward worker"))
+        + _delay(events),
         reward_mean=min(1.0, max(0.0, _mean(rewards))),
         lengths=_lengths(run, events),
     )
@@ -144,7 +145,9 @@ def _fit_updates(steps: Sequence[Record]) -> tuple[float, float]:
     if not timed or tokens.sum() <= 0:
         raise UsageError("found no step that trained a token; expected updates to measure")
     spread = tokens.std()
-    slope = float(np.cov(tokens, seconds, bias=True)[0, 1] / spread**2) if spread > 0.01 * tokens.mean() else 0.0
+    slope = (
+        float(np.cov(tokens, seconds, bias=True)[0, 1] / spread**2) if spread > 0.01 * tokens.mean() else 0.0
+    )
     slope = min(max(slope, 0.0), float(seconds.sum() / tokens.sum()))
     return float(seconds.mean() - slope * tokens.mean()), slope
 
@@ -159,22 +162,27 @@ def _token_seconds(
     if by_replica:
         stills = [(event.end - event.facts.get("pause_s", 0.0), event.end) for event in pushes]
         return fit_token_seconds(list(by_replica.values()), stills)
-    # Without a timeline: one speed, at the mean number of sequences.
+    # Without a timeline: one speed, at the mean number of sequences of a busy replica.
     replicas = int(run.setting("generators", "replicas") or 1)
     slots = int(run.setting("generators", "slots") or 1)
-    seconds = sum(line["timing_s/step"] for line in steps)
-    held = sum(line.get("generator/occupancy", 0.0) * line["timing_s/step"] for line in steps) * slots * replicas
-    tokens = sum(line.get("generator/tokens_per_s", 0.0) * line["timing_s/step"] for line in steps)
-    if not held or not tokens:
+    busy_s = replicas * _total(steps, "perf/generator_busy")
+    held_s = replicas * slots * _total(steps, "generator/occupancy")
+    tokens = _total(steps, "generator/tokens_per_s")
+    if not busy_s or not tokens:
         raise UsageError(
-            f"found neither slots in {run.trace} nor generator/tokens_per_s in metrics.jsonl; expected one of "
-            "them: take a run with log.trace_mb above 0"
+            f"found neither slots in {run.trace} nor generator/tokens_per_s in metrics.jsonl; expected one "
+            "of them: take a run with log.trace_mb above 0"
         )
-    return {max(1, round(held / seconds / replicas)): held / tokens}
+    return {max(1, round(held_s / busy_s)): held_s / tokens}
+
+
+def _total(steps: Sequence[Record], rate: str) -> float:
+    """What a rate comes to over all steps."""
+    return float(sum(line.get(rate, 0.0) * line["timing_s/step"] for line in steps))
 
 
 def _delay(events: Sequence[TraceEvent]) -> float:
-    """From the end of what a batch waited for to its update, where the learner waited: the way of a group back."""
+    """Of batches that the learner waited for: from the end of what they waited for to the update."""
     ends = sorted(e.end for e in events if e.track.startswith(("slot", "reward worker")))
     waits = [e.end for e in events if e.name == "wait_for_batch" and e.end - e.start > 1e-3]
     if not ends or not waits:

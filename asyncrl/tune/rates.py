@@ -47,7 +47,9 @@ def fit_token_seconds(
     exposure = np.vstack([np.pad(part, ((0, 0), (0, widest - part.shape[1]))) for part in parts] or [[]])
     tokens = np.array([stay.tokens for stay in stays], dtype=float)
     if not stays or exposure.sum() <= 0:
-        raise UsageError(f"found {len(stays)} answers that took any time; expected at least one to measure by")
+        raise UsageError(
+            f"found {len(stays)} answers that took any time; expected at least one to measure by"
+        )
     for count in range(_MOST_KNOTS, 1, -1):
         knots = _knots(exposure, count)
         seconds = _solve(exposure, tokens, knots)
@@ -75,7 +77,7 @@ def _exposure(stays: Sequence[Stay], standstills: Sequence[tuple[float, float]])
 
 
 def _knots(exposure: Floats, count: int) -> list[int]:
-    """Numbers of sequences between which the time of a token is linear: as much was seen below as above each."""
+    """Numbers of sequences between which a token's time is linear, with equal exposure between them."""
     seen = exposure.sum(axis=0)
     share = np.cumsum(seen) / seen.sum()
     places = np.searchsorted(share, np.linspace(0.02, 0.98, count))
