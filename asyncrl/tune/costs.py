@@ -193,10 +193,12 @@ def _delay(events: Sequence[TraceEvent]) -> float:
 
 
 def _lengths(run: RecordedRun, events: Sequence[TraceEvent]) -> tuple[int, ...]:
+    """Of every answer to a prompt of the ledger: the timeline has those of evaluations too."""
+    prompts = {retired.get("uid") for retired in run.retired}
     found: dict[tuple[int, int], int] = {}
     for event in events:
         facts = event.facts
-        if event.track.startswith("slot") and {"ordinal", "sample", "tokens"} <= facts.keys():
+        if {"ordinal", "sample", "tokens"} <= facts.keys() and facts.get("uid") in prompts:
             found[int(facts["ordinal"]), int(facts["sample"])] = max(1, int(facts["tokens"]))
     by_group: dict[int, list[int]] = defaultdict(list)
     for (ordinal, _), tokens in sorted(found.items()):

@@ -213,6 +213,7 @@ def test_async_has_to_differ_from_sync() -> None:
 
 def test_colocated_has_the_devices_of_both_sides() -> None:
     split: Config = config(
+        "rollout.groups_per_step=4",
         "generators.replicas=2",
         "generators.cpu_cores=[0,1]",
         "learner.ranks=1",

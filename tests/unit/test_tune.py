@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from asyncrl.queues.codec import append_record, encode_group
 from asyncrl.recorded import read_run
 from asyncrl.simulate.run import simulate
 from asyncrl.simulate.workload import parse_simulation
+from asyncrl.timeline import TraceEvent
+from asyncrl.trace_file import TraceFile
 from asyncrl.tune.command import advise, as_json, print_advice
 from asyncrl.tune.costs import Costs, measure_costs
 from asyncrl.tune.prediction import predict_itself
@@ -102,6 +105,18 @@ def test_a_synchronous_calibration_predicts_an_asynchronous_run(tmp_path: Path, 
     prediction = predict_itself(run, costs)
     assert abs(prediction.error) < 0.1
     assert prediction.simulated_lag_mean == pytest.approx(prediction.lag_mean, rel=0.1)
+
+
+def test_answers_of_evaluations_are_not_taken_for_those_of_training(
+    synchronous: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(synchronous, run)
+    file = TraceFile(run / "trace.json", offset=0.0, limit_bytes=1 << 24)
+    facts = {"uid": "eval-0", "ordinal": 0, "sample": 0, "tokens": 9999}
+    file.write([TraceEvent("generator 0", "slot 0", "version 16", 1e4, 1e4 + 1, facts)])
+    file.close()
+    assert measure_costs(read_run(run)).lengths == measure_costs(read_run(synchronous)).lengths
 
 
 def test_rates_leave_standstills_out() -> None:
