@@ -171,7 +171,7 @@ def _lines(
 
 
 def _lags(runs: Mapping[str, RecordedRun]) -> Chart | None:
-    figure = _figure("lag of the group's oldest token, in policy versions", "share of trained groups")
+    figure = _figure("lag in policy versions", "share of trained groups")
     for number, (label, run) in enumerate(runs.items()):
         counts = lag_counts(run)
         if counts:
@@ -192,7 +192,9 @@ def _lags(runs: Mapping[str, RecordedRun]) -> Chart | None:
         if (bound := run.setting("schedule", "max_staleness")) is not None
     }
     said = ", ".join(f"{bound} in {label}" for label, bound in bounds.items())
-    note = "From ledger.jsonl, all trained groups." + (f" The bound is {said}." if said else "")
+    note = "Trained groups by the lag of their oldest token, from ledger.jsonl." + (
+        f" The bound is {said}." if said else ""
+    )
     return Chart("Lag", note, figure) if figure.data else None
 
 

@@ -119,7 +119,11 @@ def _calibrate(config: Config) -> RecordedRun:
     file = folder / "tune.yaml"
     file.write_text(dump_config(config), encoding="utf-8")
     log.info("calibrating: %d synchronous steps", _CALIBRATION_STEPS)
-    settings = {"run.steps": _CALIBRATION_STEPS, "log.trace_mb": max(64, config.log.trace_mb)}
+    settings = {
+        "run.steps": _CALIBRATION_STEPS,
+        "log.trace_mb": max(64, config.log.trace_mb),
+        "weight_sync.overlap": config.weight_sync.overlap,  # what copying out costs is to be seen
+    }
     train_once(file, folder, "calibration", [*QUIET, *MODES["sync"], *as_overrides(settings)])
     return read_run(folder / "calibration")
 
