@@ -85,8 +85,8 @@ def require_modes(config: Config, modes: Sequence[str]) -> None:
     require_overlap(config, modes)
     if config.placement.mode == "colocated" and {"sync", "async"} & set(modes):
         raise ConfigError(
-            "placement.mode: found colocated, of which only the mode colocated can be run; expected split to "
-            "compare it with sync and async: a config for devices of their own (bench makes the colocated one)"
+            "placement.mode: found colocated, of which only the mode colocated can be run; expected split, "
+            "for devices of their own, to compare sync and async (bench makes the colocated one of it)"
         )
     values = config.model_dump(mode="json")
     for mode in modes:

@@ -1,8 +1,8 @@
 """Real runs of one config with different settings, interleaved, and the figures of each.
 
 Invariants:
-- Each run is ``asyncrl train`` in a process of its own, as a user would start it; runs of a measurement differ
-  in nothing but the settings that they are named for.
+- Each run is ``asyncrl train`` in a process of its own, as a user would start it; runs of a measurement
+  differ in nothing but the settings that they are named for.
 - Runs are interleaved (A B A B), so that whatever the machine does in the long run meets every one.
 - A signal goes on to the run that is under way, which ends in good order, and with it the measurement.
 """

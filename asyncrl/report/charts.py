@@ -30,8 +30,8 @@ Along = Callable[[RecordedRun], Mapping[int, float] | None]
 _LEARNER_PHASES = {
     "update": ("train",),
     "waited for rollouts": ("wait_for_batch",),
-    "stood still for a push": ("weight_sync_stall", "wait_for_push"),
-    "checkpoint, evaluation, turns": ("checkpoint", "eval", "turns"),
+    "push": ("weight_sync_stall", "wait_for_push"),
+    "checkpoint, evaluation": ("checkpoint", "eval", "turns"),
 }
 _PHASE_COLORS = ("#10b981", "#ef4444", "#f59e0b", "#8b5cf6", "#94a3b8")
 
@@ -171,7 +171,7 @@ def _lines(
 
 
 def _lags(runs: Mapping[str, RecordedRun]) -> Chart | None:
-    figure = _figure("lag of the group's oldest token, in policy versions", "share of trained groups")
+    figure = _figure("lag in policy versions", "share of trained groups")
     for number, (label, run) in enumerate(runs.items()):
         counts = lag_counts(run)
         if counts:
@@ -192,7 +192,9 @@ def _lags(runs: Mapping[str, RecordedRun]) -> Chart | None:
         if (bound := run.setting("schedule", "max_staleness")) is not None
     }
     said = ", ".join(f"{bound} in {label}" for label, bound in bounds.items())
-    note = "From ledger.jsonl, all trained groups." + (f" The bound is {said}." if said else "")
+    note = "Trained groups by the lag of their oldest token, from ledger.jsonl." + (
+        f" The bound is {said}." if said else ""
+    )
     return Chart("Lag", note, figure) if figure.data else None
 
 
@@ -200,7 +202,7 @@ def _stacked(
     runs: Mapping[str, RecordedRun], parts: Sequence[tuple[str, str, Sequence[float | None]]]
 ) -> go.Figure:
     """A bar a run, of parts (name, colour, share by run)."""
-    figure = _figure("share of the time", "", height=120 + 44 * len(runs))
+    figure = _figure("share of the time", "", height=190 + 44 * len(runs))
     for name, color, shares in parts:
         figure.add_bar(
             y=list(runs),
@@ -230,7 +232,7 @@ def _learner_time(runs: Mapping[str, RecordedRun]) -> Chart | None:
         for run_shares in zip(*shares.values(), strict=True)
     ]
     figure = _stacked(runs, [*parts, ("other", _PHASE_COLORS[-1], rest)])
-    note = "Where the learner's time went, over all steps. Waiting for rollouts: give the generators more."
+    note = "Where its time went, over all steps. Much waiting for rollouts: give the generators more."
     return Chart("Learner's time", note, figure)
 
 

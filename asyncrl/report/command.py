@@ -16,10 +16,11 @@ log = logging.getLogger(__name__)
 
 def write_report(folders: Sequence[Path], file: Path) -> None:
     """Write the page of the runs in ``folders``. UsageError where one is none, or the page cannot be had."""
+    runs = [read_run(folder) for folder in folders]
     require_plotly()
     from asyncrl.report.page import render
 
-    page = render([read_run(folder) for folder in folders])
+    page = render(runs)
     try:
         file.write_text(page, encoding="utf-8")
     except OSError as error:

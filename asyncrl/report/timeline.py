@@ -42,7 +42,9 @@ def timeline_chart(label: str, run: RecordedRun) -> Chart | None:
     tracks = trace.tracks[:_MOST_TRACKS]
     shown = set(tracks)
     end = max(event.end for event in events)
-    seconds = last_s if len(events) == len(trace.events) else end - min(event.end for event in events)
+    is_whole = len(events) == len(trace.events)
+    begun = min(event.start if is_whole else event.end for event in events)
+    seconds = min(last_s, end - begun)
     note = f"The last {seconds:.0f} s. Answers are coloured by the version that sampled them."
     if len(tracks) < len(trace.tracks):
         note += f" The first {len(tracks)} of {len(trace.tracks)} tracks."

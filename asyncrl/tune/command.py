@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from asyncrl.recorded import RecordedRun, read_run
 from asyncrl.tune.costs import Costs, measure_costs
 from asyncrl.tune.prediction import Prediction, predict_itself
 from asyncrl.tune.search import (
+    DEPTHS,
     SEEDS,
     WORTHWHILE,
     Laboratory,
@@ -95,8 +97,8 @@ def run_tune(
     return 0
 
 
-def advise(config: Config, run: RecordedRun, costs: Costs) -> Advice:
-    """Search the schedules of ``config`` on costs that were measured in ``run``."""
+def advise(config: Config, run: RecordedRun, costs: Costs, depths: Sequence[int] = DEPTHS) -> Advice:
+    """Search the schedules of ``config`` of these depths, on costs that were measured in ``run``."""
     prediction = predict_itself(run, costs)
     log.info(
         "simulated, the run itself comes to %.0f tokens/s, measured were %.0f (%+.1f %%)",
@@ -105,7 +107,7 @@ def advise(config: Config, run: RecordedRun, costs: Costs) -> Advice:
         100 * prediction.error,
     )
     laboratory = Laboratory(config, costs)
-    outcomes = explore(laboratory, log.info)
+    outcomes = explore(laboratory, log.info, depths)
     front = [laboratory.try_out(o.candidate, SEEDS) for o in pareto(outcomes)[:_FRONT]]
     present = laboratory.try_out(current(config), SEEDS)
     return Advice(pareto(front), recommended([*front, present]), present, prediction)
@@ -117,7 +119,11 @@ def _calibrate(config: Config) -> RecordedRun:
     file = folder / "tune.yaml"
     file.write_text(dump_config(config), encoding="utf-8")
     log.info("calibrating: %d synchronous steps", _CALIBRATION_STEPS)
-    settings = {"run.steps": _CALIBRATION_STEPS, "log.trace_mb": max(64, config.log.trace_mb)}
+    settings = {
+        "run.steps": _CALIBRATION_STEPS,
+        "log.trace_mb": max(64, config.log.trace_mb),
+        "weight_sync.overlap": config.weight_sync.overlap,  # what copying out costs is to be seen
+    }
     train_once(file, folder, "calibration", [*QUIET, *MODES["sync"], *as_overrides(settings)])
     return read_run(folder / "calibration")
 
@@ -207,10 +213,10 @@ def confidence(advice: Advice) -> str:
     low, high = choice.spread
     spread = (high - low) / choice.tokens_per_s
     text = (
-        f"{choice.tokens_per_s:,.0f} tokens/s are predicted, {advice.gain:.2f} times those of the config as it "
-        f"stands; over {len(SEEDS)} orders of the prompts they differ by {spread:.0%}. The calibration misses "
-        f"the run that it came from by {prediction.error:+.1%} in tokens/s (lag {prediction.simulated_lag_mean:.2f} "
-        f"for {prediction.lag_mean:.2f})."
+        f"{choice.tokens_per_s:,.0f} tokens/s are predicted, {advice.gain:.2f} times those of the config as "
+        f"it stands; over {len(SEEDS)} orders of the prompts they differ by {spread:.0%}. The calibration "
+        f"misses the run that it came from by {prediction.error:+.1%} in tokens/s (lag "
+        f"{prediction.simulated_lag_mean:.2f} for {prediction.lag_mean:.2f})."
     )
     doubt = max(abs(prediction.error), spread)
     if choice.candidate == advice.present.candidate:

@@ -162,24 +162,27 @@ def _token_seconds(
     if by_replica:
         stills = [(event.end - event.facts.get("pause_s", 0.0), event.end) for event in pushes]
         return fit_token_seconds(list(by_replica.values()), stills)
-    # Without a timeline: one speed, at the mean number of sequences.
+    # Without a timeline: one speed, at the mean number of sequences of a busy replica.
     replicas = int(run.setting("generators", "replicas") or 1)
     slots = int(run.setting("generators", "slots") or 1)
-    seconds = sum(line["timing_s/step"] for line in steps)
-    held = (
-        sum(line.get("generator/occupancy", 0.0) * line["timing_s/step"] for line in steps) * slots * replicas
-    )
-    tokens = sum(line.get("generator/tokens_per_s", 0.0) * line["timing_s/step"] for line in steps)
-    if not held or not tokens:
+    busy_s = replicas * _total(steps, "perf/generator_busy")
+    held_s = replicas * slots * _total(steps, "generator/occupancy")
+    tokens = _total(steps, "generator/tokens_per_s")
+    if not busy_s or not tokens:
         raise UsageError(
-            f"found neither slots in {run.trace} nor generator/tokens_per_s in metrics.jsonl; expected one of "
-            "them: take a run with log.trace_mb above 0"
+            f"found neither slots in {run.trace} nor generator/tokens_per_s in metrics.jsonl; expected one "
+            "of them: take a run with log.trace_mb above 0"
         )
-    return {max(1, round(held / seconds / replicas)): held / tokens}
+    return {max(1, round(held_s / busy_s)): held_s / tokens}
+
+
+def _total(steps: Sequence[Record], rate: str) -> float:
+    """What a rate comes to over all steps."""
+    return float(sum(line.get(rate, 0.0) * line["timing_s/step"] for line in steps))
 
 
 def _delay(events: Sequence[TraceEvent]) -> float:
-    """From the end of what a batch waited for to its update, where the learner waited: the way of a group back."""
+    """Of batches that the learner waited for: from the end of what they waited for to the update."""
     ends = sorted(e.end for e in events if e.track.startswith(("slot", "reward worker")))
     waits = [e.end for e in events if e.name == "wait_for_batch" and e.end - e.start > 1e-3]
     if not ends or not waits:
@@ -190,10 +193,12 @@ def _delay(events: Sequence[TraceEvent]) -> float:
 
 
 def _lengths(run: RecordedRun, events: Sequence[TraceEvent]) -> tuple[int, ...]:
+    """Of every answer to a prompt of the ledger: the timeline has those of evaluations too."""
+    prompts = {retired.get("uid") for retired in run.retired}
     found: dict[tuple[int, int], int] = {}
     for event in events:
         facts = event.facts
-        if event.track.startswith("slot") and {"ordinal", "sample", "tokens"} <= facts.keys():
+        if {"ordinal", "sample", "tokens"} <= facts.keys() and facts.get("uid") in prompts:
             found[int(facts["ordinal"]), int(facts["sample"])] = max(1, int(facts["tokens"]))
     by_group: dict[int, list[int]] = defaultdict(list)
     for (ordinal, _), tokens in sorted(found.items()):

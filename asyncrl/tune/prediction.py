@@ -1,7 +1,7 @@
 """What a calibration is worth: the run that it came from, simulated, against what that run measured.
 
-Invariant: both are measured over the same steps, and time in which evaluations and checkpoints held the real run
-up, which nothing simulates, is no part of it.
+Invariant: both are measured over the same steps. Time in which evaluations and checkpoints held the real run
+up is no part of it: nothing simulates those.
 """
 
 from __future__ import annotations

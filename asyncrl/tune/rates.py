@@ -77,7 +77,7 @@ def _exposure(stays: Sequence[Stay], standstills: Sequence[tuple[float, float]])
 
 
 def _knots(exposure: Floats, count: int) -> list[int]:
-    """Numbers of sequences between which the time of a token is linear: as much was seen below as above each."""
+    """Numbers of sequences between which a token's time is linear, with equal exposure between them."""
     seen = exposure.sum(axis=0)
     share = np.cumsum(seen) / seen.sum()
     places = np.searchsorted(share, np.linspace(0.02, 0.98, count))

@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.bench.figures import Figures, Window, measure
-from asyncrl.bench.modes import as_overrides, shared_devices
+from asyncrl.bench.modes import shared_devices
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.simulate.run import simulate
@@ -141,8 +141,8 @@ class Laboratory:
         """A run of ``steps`` steps, but for the lengths. ConfigError where the config cannot be run so."""
         settings = {**candidate.settings(self.config), **_UNGUARDED, "run.steps": steps}
         ranks = int(settings.get("learner.ranks", self.config.learner.ranks))
-        values = {**self._values, "workload": self.costs.workload(ranks)}
-        return parse_simulation(values, as_overrides(settings), name=candidate.label)
+        values = {**merged(self._values, settings), "workload": self.costs.workload(ranks)}
+        return parse_simulation(values, name=candidate.label)
 
     def shuffled(self, seed: int) -> tuple[int, ...]:
         """The recorded lengths, with the groups in an order of the seed's own."""
@@ -153,8 +153,19 @@ class Laboratory:
         return tuple(length for group in groups for length in group)
 
 
+def merged(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections of a config with settings by dotted keys."""
+    sections = {
+        name: dict(section) if isinstance(section, dict) else section for name, section in values.items()
+    }
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    return sections
+
+
 def with_lengths(config: SimulationConfig, lengths: tuple[int, ...]) -> SimulationConfig:
-    """``config`` with answers of these lengths; many thousands of them are no matter for a config's parser."""
+    """``config`` with answers of these lengths, of which there may be too many for a config's parser."""
     section = config.workload.lengths.model_copy(update={"values": lengths})
     workload = config.workload.model_copy(update={"lengths": section})
     return config.model_copy(update={"workload": workload})
@@ -172,10 +183,12 @@ def current(config: Config) -> Candidate:
     )
 
 
-def explore(laboratory: Laboratory, say: Callable[[str], None]) -> list[Outcome]:
+def explore(
+    laboratory: Laboratory, say: Callable[[str], None], depths: Sequence[int] = DEPTHS
+) -> list[Outcome]:
     """Candidates with one seed each: depths and bounds, then slots, then fewer pushes and colocated."""
     slots = laboratory.config.generators.slots
-    split = [Candidate(depth, bound, 1, slots) for depth in DEPTHS for bound in _bounds(depth, 1)]
+    split = [Candidate(depth, bound, 1, slots) for depth in depths for bound in _bounds(depth, 1)]
     outcomes = list(_all(laboratory, [current(laboratory.config), *split], say))
     best = recommended(outcomes)
     more = [
@@ -184,7 +197,9 @@ def explore(laboratory: Laboratory, say: Callable[[str], None]) -> list[Outcome]
         if 0 < count <= 2 * laboratory.costs.most_running
     ]
     if best.median(lambda run: run.weight_sync_s / run.step_s) > _FEW_PUSHES:
-        more += [Candidate(depth, bound, 2, slots) for depth in DEPTHS[1:] for bound in _bounds(depth, 2)]
+        more += [
+            Candidate(depth, bound, 2, slots) for depth in depths if depth for bound in _bounds(depth, 2)
+        ]
     more.append(Candidate(0, 0, 1, slots, colocated=True))
     return outcomes + list(_all(laboratory, more, say, known=outcomes))
 
@@ -221,12 +236,11 @@ def pareto(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Those that no other beats in speed, mean lag and largest lag at once, the fastest first."""
 
     def beats(a: Outcome, b: Outcome) -> bool:
-        at_least = a.tokens_per_s >= b.tokens_per_s and a.lag_mean <= b.lag_mean and a.lag_max <= b.lag_max
-        # Of equals the first stays.
-        return at_least and (
-            (a.tokens_per_s, -a.lag_mean, -a.lag_max) != (b.tokens_per_s, -b.lag_mean, -b.lag_max)
-            or outcomes.index(a) < outcomes.index(b)
-        )
+        ours = (a.tokens_per_s, -a.lag_mean, -a.lag_max)
+        theirs = (b.tokens_per_s, -b.lag_mean, -b.lag_max)
+        if ours == theirs:  # of equals the first stays
+            return outcomes.index(a) < outcomes.index(b)
+        return all(mine >= its for mine, its in zip(ours, theirs, strict=True))
 
     front = [b for b in outcomes if not any(beats(a, b) for a in outcomes if a is not b)]
     return sorted(front, key=lambda outcome: -outcome.tokens_per_s)

@@ -46,6 +46,7 @@ class Page:
         """Open ``file`` and return once the expression ``until`` is true on the page."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", **metrics)
+        self._call("Emulation.setScrollbarsHidden", hidden=True)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         self._call("Page.navigate", url=file.resolve().as_uri())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from .runs import START_TIMEOUT_S, TINY
 
@@ -44,17 +45,20 @@ def test_bench_compares_real_runs(tmp_path: Path) -> None:
     config = tmp_path / "tiny.yaml"
     config.write_text(TINY)
     command = [sys.executable, "-m", "asyncrl.cli", "bench", "--config", str(config), "--json", "-"]
+    command += ["--modes", "sync,async,colocated"]
     command += ["--steps", str(STEPS), "--warm-up", str(WARM_UP), "--repeats", "1", f"run.dir={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * START_TIMEOUT_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * START_TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert "times as fast as sync" in " ".join(done.stderr.split())
 
     assert document["config"]["run"]["name"] == "tiny"
     assert document["machine"]["cores"] >= 1
-    sync, overlapped = document["modes"]["sync"], document["modes"]["async"]
-    assert document["modes"]["colocated"] is document["speedup_vs_colocated"] is None
-    for mode in (sync, overlapped):
+    sync, overlapped, colocated = (document["modes"][name] for name in ("sync", "async", "colocated"))
+    assert document["speedup_vs_colocated"] == pytest.approx(
+        overlapped["tokens_per_s"] / colocated["tokens_per_s"]
+    )
+    for mode in (sync, overlapped, colocated):
         assert set(mode) == MODE_KEYS
         assert mode["steps"] == STEPS
         # 2 groups of 4 answers a step.
@@ -62,13 +66,15 @@ def test_bench_compares_real_runs(tmp_path: Path) -> None:
         assert mode["phase_s"]["train"] > 0
     assert document["speedup"] == pytest.approx(overlapped["tokens_per_s"] / sync["tokens_per_s"])
     assert document["overlap_efficiency"] == pytest.approx(document["speedup"] / document["ideal_speedup"])
-    assert sync["staleness"] == {"mean": 0.0, "max": 0.0}
+    assert sync["staleness"] == colocated["staleness"] == {"mean": 0.0, "max": 0.0}
     phases = sync["phase_s"]
     parts = phases["generate"] + phases["train"] + phases["weight_sync"] + phases["other"]
     assert parts == pytest.approx(sync["wall_s"] / STEPS, rel=0.01)
 
     (folder,) = tmp_path.glob("tiny-bench-*")
     assert json.loads((folder / "bench.json").read_text()) == document
+    config_of_colocated = yaml.safe_load((folder / "colocated-0" / "config.yaml").read_text())
+    assert config_of_colocated["generators"]["replicas"] == config_of_colocated["learner"]["ranks"] == 2
     for name in ("sync-0", "async-0"):
         check_timeline(folder / name)
         assert [p.name for p in (folder / name / "checkpoints").iterdir()] == ["step_0"]

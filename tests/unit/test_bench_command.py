@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncrl.bench import command
+from asyncrl.bench import runs
 from asyncrl.bench.command import run_bench
 from asyncrl.config import Config
 from asyncrl.config_load import load_config
@@ -42,8 +42,8 @@ def test_runs_are_interleaved_and_leave_their_figures(
 ) -> None:
     ran: list[str] = []
 
-    def train(config_file: Path, overrides: Sequence[str], log_file: Path) -> int:
-        asked = load_config(config_file, overrides)
+    def train(config_file: Path, folder: Path, name: str, overrides: Sequence[str]) -> None:
+        asked = load_config(config_file, [*overrides, f"run.dir={folder}", f"run.name={name}"])
         assert asked.run.steps == 1 + 3 + 2
         assert asked.eval.every == asked.log.rollouts_every == asked.checkpoint.every == 0
         assert not asked.checkpoint.at_end
@@ -53,19 +53,25 @@ def test_runs_are_interleaved_and_leave_their_figures(
         depth, bound = asked.schedule.pipeline_depth, asked.schedule.max_staleness
         schedule = {"pipeline_depth": depth, "max_staleness": bound}
         values = WORKLOAD | {"schedule": schedule, "run": {"steps": asked.run.steps}}
+        if asked.placement.mode == "colocated":
+            assert asked.generators.replicas == asked.learner.ranks == 2
+            values |= {"placement": {"mode": "colocated"}}
         simulate(parse_simulation(values), out=asked.run.folder)
-        return 0
 
-    monkeypatch.setattr(command, "_train", train)
+    monkeypatch.setattr(runs, "train_once", train)
     settings = config(f"run.dir={tmp_path}", "run.name=mine", "run.seed=5", "schedule.max_staleness=3")
-    code, screen = bench(settings, "sync", "async", json_file=tmp_path / "out.json")
+    code, screen = bench(settings, "sync", "async", "colocated", json_file=tmp_path / "out.json")
     assert code == 0
-    assert ran == ["sync-0", "async-0", "sync-1", "async-1"]
+    assert ran == ["sync-0", "async-0", "colocated-0", "sync-1", "async-1", "colocated-1"]
     assert "reward after equal time" in screen
     assert "async is 2.00 times as fast as sync (pairs: 2.00, 2.00)" in screen
     document = json.loads((tmp_path / "out.json").read_text())
     assert document["config"]["run"]["seed"] == 5
     assert document["speedup"] == pytest.approx(2.0)
+    # The stand-ins of both take 2 s a step: a rollout, then an update.
+    assert document["modes"]["colocated"]["wall_s"] == document["modes"]["sync"]["wall_s"]
+    assert document["speedup_vs_colocated"] == pytest.approx(2.0)
+    assert "async is 2.00 times as fast as colocated" in screen
     (folder,) = tmp_path.glob("mine-bench-*")
     assert json.loads((folder / "bench.json").read_text()) == document
     figures = json.loads((folder / "runs.json").read_text())
@@ -85,7 +91,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> No
     path = tmp_path / "python"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
-    monkeypatch.setattr(command.sys, "executable", str(path))
+    monkeypatch.setattr(runs.sys, "executable", str(path))
 
 
 def test_a_run_that_fails_is_an_error_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,11 @@ import pytest
 
 from asyncrl.bench.comparison import Comparison, ideal_speedup
 from asyncrl.bench.figures import Figures, Window, measure
-from asyncrl.bench.modes import parse_modes, require_overlap
+from asyncrl.bench.modes import overrides_of, parse_modes, require_modes, require_overlap, shared_devices
 from asyncrl.bench.table import conclusions
 from asyncrl.bench.verdict import judge
 from asyncrl.config import Config
+from asyncrl.config_load import parse_config
 from asyncrl.errors import ConfigError, UsageError
 
 from .controller_harness import config
@@ -208,3 +209,43 @@ def test_async_has_to_differ_from_sync() -> None:
         require_overlap(synchronous, ("sync", "async"))
     require_overlap(synchronous, ("sync",))
     require_overlap(config(), ("sync", "async"))
+
+
+def test_colocated_has_the_devices_of_both_sides() -> None:
+    split: Config = config(
+        "rollout.groups_per_step=4",
+        "generators.replicas=2",
+        "generators.cpu_cores=[0,1]",
+        "learner.ranks=1",
+        "learner.cpu_cores=[4]",
+        "learner.threads=3",
+        "weight_sync.overlap=true",
+        "schedule.publish_every=2",
+        "schedule.max_staleness=4",
+    )
+    parsed = parse_config(split.model_dump(mode="json"), overrides_of("colocated", split))
+    assert parsed.placement.mode == "colocated"
+    assert parsed.generators.replicas == parsed.learner.ranks == 3
+    assert parsed.generators.cpu_cores == parsed.learner.cpu_cores == (0, 1, 4)
+    assert parsed.generators.threads == parsed.learner.threads == 3
+    assert parsed.schedule.pipeline_depth == parsed.schedule.max_staleness == 0
+    require_modes(split, ("sync", "async", "colocated"))
+    half_pinned = shared_devices(config("learner.cpu_cores=[4]"))
+    assert half_pinned["generators.cpu_cores"] is None
+    low: Config = config("model.dtype=bfloat16", "learner.zero_stage=1")
+    assert parse_config(low.model_dump(mode="json"), overrides_of("colocated", low)).learner.zero_stage == 2
+
+
+def test_a_config_that_cannot_be_colocated_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_modes(config("learner.zero_stage=3"), ("sync", "colocated"))
+    assert "the config cannot be run in mode colocated" in str(caught.value)
+    assert "learner.zero_stage: found 3 with placement.mode colocated" in str(caught.value)
+    assert "without it: --modes sync" in str(caught.value)
+    colocated: Config = config(
+        "placement.mode=colocated", "schedule.pipeline_depth=0", "schedule.max_staleness=0"
+    )
+    require_modes(colocated, ("colocated",))
+    assert shared_devices(colocated) == {}
+    with pytest.raises(ConfigError, match=r"placement\.mode: found colocated, of which only"):
+        require_modes(colocated, ("sync", "colocated"))

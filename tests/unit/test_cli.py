@@ -51,6 +51,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ["check", "--config", "no.yaml"],
         ["bench", "--config", "run.yaml", "run.nmae=x"],
         ["simulate", "--workload", "no.yaml"],
+        ["tune", "--config", "run.yaml", "run.nmae=x"],
+        ["report", "no-such-run"],
         ["check", "--config", "run.yaml", "rollout.top_p=0.5"],
         ["doctor", "--config", "run.yaml", "run.nmae=x"],
     ],

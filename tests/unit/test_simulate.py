@@ -18,6 +18,7 @@ from asyncrl.cli import app
 from asyncrl.config_load import dump_config
 from asyncrl.errors import ConfigError
 from asyncrl.queues.codec import append_record, encode_group
+from asyncrl.simulate.command import simulate_modes
 from asyncrl.simulate.draws import standard_normal, uniform
 from asyncrl.simulate.lengths import make_lengths
 from asyncrl.simulate.parts import token_seconds
@@ -94,6 +95,25 @@ def test_updates_take_as_long_as_their_tokens() -> None:
     # 4 answers of 10 tokens and prompts of 5.
     found = compare("workload.learner={step_s: 0.4, token_s: 0.01}")
     assert found.modes["sync"].runs[0].train_s == pytest.approx(0.4 + 60 * 0.01)
+
+
+def test_colocated_sides_take_turns_on_all_devices(tmp_path: Path) -> None:
+    # 4 answers of 15 tokens with their prompts in an update: 0.6 s on one rank, 0.3 s on two.
+    file = tmp_path / "w.yaml"
+    file.write_text(json.dumps(WORKLOAD))
+    overrides = (
+        "workload.learner={step_s: 0.4, token_s: 0.01}",
+        "workload.turns={sleep_s: 0.1, wake_s: 0.2}",
+    )
+    overrides += ("workload.push.send_s=5", "run.steps=4")
+    config, runs, comparison = simulate_modes(file, overrides, ("sync", "colocated"), warm_up=2)
+    assert (config.generators.replicas, config.learner.ranks) == (1, 1)
+    colocated = comparison.modes["colocated"].runs[0]
+    assert colocated.train_s == pytest.approx(0.4 + 60 * 0.01 / 2)
+    assert colocated.weight_sync_s == pytest.approx(0.2), "no bytes are sent, but the generators wake"
+    assert colocated.step_s == pytest.approx(1.0 + 0.1 + 0.7 + 0.2)
+    assert runs["colocated"].lines[-1]["generator/replicas_live"] == 2
+    assert comparison.modes["sync"].runs[0].step_s == pytest.approx(1.0 + 1.0 + 5.0)
 
 
 def test_equal_configs_give_equal_lines() -> None:
@@ -248,7 +268,7 @@ def test_the_command_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
     for arguments in (
         ["schedule.pipeline_depth=0"],
         ["--modes", "warp"],
-        ["--modes", "colocated"],
+        ["--modes", "colocated", "learner.zero_stage=3"],
         ["workload.nonsense=1"],
     ):
         result = CliRunner().invoke(app, ["simulate", "--workload", str(file), *arguments])
