@@ -29,21 +29,30 @@ log: {rollouts_every: 1}
 """
 
 FAULTY = '''
-import os, time
+import itertools, os, time
 
 class Faulty:
-    """Every trajectory but one of four goes wrong, each in a way of its own."""
-    count = 0
+    """Goes wrong in every way: some of them often, and what takes others with it once."""
+    numbers = itertools.count()
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def once(self, what):
+        try:
+            os.mkdir(os.path.join(self.folder, what))
+        except FileExistsError:
+            return False
+        return True
 
     def reset(self, task):
-        Faulty.count += 1
-        self.fault = Faulty.count % 8
+        self.fault = next(Faulty.numbers) % 8
 
     def step(self, message):
         if self.fault == 1: raise RuntimeError("on purpose")
         if self.fault == 2: return "x" * (10 << 20)
-        if self.fault == 3: time.sleep(1000)
-        if self.fault == 4: os._exit(7)
+        if self.fault == 3 and self.once("hung"): time.sleep(1000)
+        if self.fault == 4 and self.once("died"): os._exit(7)
         if self.fault == 5: return "again"
         return {"done": True, "reward": float(len(message["content"]) % 2)}
 '''
@@ -80,7 +89,8 @@ def test_every_fault_is_counted_against_its_trajectory_and_the_run_goes_on(tmp_p
     run = finish(
         tmp_path,
         f"environment.path={tmp_path / 'faulty.py'}:Faulty",
-        "environment.timeout_s=2",
+        f"environment.args.folder={tmp_path}",
+        "environment.timeout_s=5",
         "reward.on_error=drop",
         "rollout.min_group=2",
         "rollout.group_size=8",
@@ -89,5 +99,9 @@ def test_every_fault_is_counted_against_its_trajectory_and_the_run_goes_on(tmp_p
         config=CALCULATOR,
         name="faulty",
     )
-    assert run.metrics[-1]["policy_version"] == 4
-    assert run.metrics[-1]["ledger/trained"] == 8
+    last = run.metrics[-1]
+    assert (last["policy_version"], last["ledger/trained"]) == (4, 8)
+    assert (tmp_path / "hung").is_dir()
+    assert (tmp_path / "died").is_dir()
+    answers = [len(group.trajectories) for group in trained_groups(run.folder)]
+    assert all(2 <= count < 8 for count in answers), "each group has lost those that failed, and no others"
