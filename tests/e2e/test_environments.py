@@ -104,4 +104,5 @@ def test_every_fault_is_counted_against_its_trajectory_and_the_run_goes_on(tmp_p
     assert (tmp_path / "hung").is_dir()
     assert (tmp_path / "died").is_dir()
     answers = [len(group.trajectories) for group in trained_groups(run.folder)]
-    assert all(2 <= count < 8 for count in answers), "each group has lost those that failed, and no others"
+    assert all(2 <= count <= 8 for count in answers)
+    assert min(answers) < 8, "no answer failed"
