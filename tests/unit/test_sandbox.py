@@ -84,7 +84,8 @@ def test_files_outside_its_folder_are_out_of_reach(tmp_path: Path) -> None:
         "os.mkdir('/tmp/asyncrl-escaped')",
         "os.kill(os.getppid(), 0)",
     ):
-        assert run(trying(statement), limits=QUICK).stdout == "PermissionError\n", statement
+        # Where it has a file system of its own, moving and linking fail for crossing over already.
+        assert run(trying(statement), limits=QUICK).stdout in ("PermissionError\n", "OSError\n"), statement
     # Through a link of its own it is no nearer.
     linked = f"os.symlink({str(tmp_path)!r}, 'way'); os.remove('way/precious')"
     assert run(trying(linked), limits=QUICK).stdout == "PermissionError\n"
