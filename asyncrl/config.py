@@ -273,8 +273,8 @@ class RewardSection(Section):
     """Reward functions; their weighted sum is the reward, with that of a ``reward_model``. A plain string is
     taken as a path. At least one, unless there is a ``reward_model``."""
     timeout_s: PositiveFloat = 10.0
-    """Seconds that scoring one answer may take (each async function: that it may take) before the
-    process that does it is killed and replaced."""
+    """Seconds that scoring one answer, or one group by functions of groups, may take (each async function:
+    that it may take) before the process that does it is killed and replaced."""
     on_error: Literal["fail", "drop"] = "fail"
     """Of a reward that cannot be had. ``fail``: the whole group fails, counted. ``drop``: that sample alone.
     Never 0.0."""

@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,7 +70,9 @@ class MultiTurn:
         ends_at = None if section.max_time_s is None else now() + section.max_time_s
         async with self._pool.session(task.uid) as session:
             prompt_ids = self._prompt(task, await session.reset(task.row))
-            tokens, messages, rewards = _Tokens(), [], {}
+            tokens = _Tokens()
+            messages: list[Mapping[str, Any]] = []
+            rewards: dict[str, float] = {}
             finish: FinishReason = "length"
             for turn in range(1, section.max_turns + 1):
                 completion = await self._turn(client, prompt_ids, tokens)

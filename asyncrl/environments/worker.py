@@ -67,7 +67,7 @@ class Session:
         function = getattr(environment, verb, None)
         if function is None and verb == "close":
             return Step(done=True)
-        result = function() if verb == "close" else function(argument)  # type: ignore[misc]
+        result = function() if verb == "close" else function(argument)
         if inspect.isawaitable(result):
             result = runner.run(_awaited(result))
         if verb == "close":

@@ -379,11 +379,8 @@ async def test_a_budget_that_is_used_up_ends_it_with_what_there_is(
     section = EnvironmentSection(path="user.py:Echo", **settings)
     async with pool_of(folder) as pool:
         play, tokenizer = rollout_of(pool, section)
-        words = [*words, *["b" * 30] * 5]
-    XX    result = await play(task_of(tokenizer), ScriptedModel(words, most))
-    found = tokenizer.decode(result.token_ids)
-    assert found.startswith(text)
-    assert len(found) <= most
+        result = await play(task_of(tokenizer), ScriptedModel(words, most))
+    assert tokenizer.decode(result.token_ids) == text
     assert result.finish_reason == "length"
 
 
@@ -398,7 +395,7 @@ async def test_messages_of_reset_are_part_of_the_prompt(folder: Path) -> None:
 
 
 async def test_no_gradient_comes_from_the_environments_tokens(folder: Path) -> None:
-    """The gradient of a step is that of a loss written out by hand over what was sampled, and nothing else."""
+    """The gradient is that of a loss written out by hand over what was sampled, and nothing else."""
     async with pool_of(folder) as pool:
         play, tokenizer = rollout_of(pool, EnvironmentSection(path="user.py:Echo"))
         result = await play(task_of(tokenizer), ScriptedModel(["abc", "d", "end"], most=40))

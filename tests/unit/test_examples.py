@@ -10,7 +10,7 @@ import reasoning_gym
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.examples import addition, chain_sum, counting, gsm8k
+from asyncrl.examples import addition, calculator, chain_sum, counting, gsm8k
 from asyncrl.rewards.builtin import last_number
 
 numbers = st.integers(min_value=1, max_value=10**6)
@@ -132,3 +132,27 @@ def test_chain_sum_works_through_the_library_s_own_questions() -> None:
             assert int(right) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
         assert last_number(mine["solution"], mine["answer"]) == 1.0
     assert rows[0]["answer"] != chain_sum.rows(count=1, seed=3)[0]["answer"]
+
+
+def test_a_calculator_row_played_as_its_solution_shows_earns_the_reward() -> None:
+    rows = calculator.rows(digits=2, count=200, seed=1)
+    assert len({row["question"] for row in rows}) == len(rows) == 200
+    for row in rows:
+        call, rest = row["solution"][: row["solution"].index("]") + 1], row["solution"].partition("#")[2]
+        game = calculator.Calculator()
+        game.reset(row)
+        observation = game.step({"role": "assistant", "content": call})
+        assert f"{call}{observation}{rest}" == row["solution"]
+        assert game.step({"role": "assistant", "content": rest}) == {"done": True, "reward": 1.0}
+        assert game.step({"role": "assistant", "content": f"{rest}0"}) == {"done": True, "reward": 0.0}
+
+
+@pytest.mark.parametrize("text", ["", "12", "[1*2", "[1/2]", "[1*2] ", "[1*2][", "[1234567*1]"])
+def test_what_is_no_call_is_not_calculated(text: str) -> None:
+    assert calculator.calculate(text) is None
+
+
+@pytest.mark.parametrize(("digits", "count"), [(0, 5), (1, 0), (1, 51)])
+def test_a_calculator_refuses_impossible_sizes(digits: int, count: int) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        calculator.rows(digits=digits, count=count)

@@ -16,7 +16,7 @@ import pytest
 from asyncrl.rewards.code import code_tests, extracted
 from asyncrl.rewards.sandbox import Limits, run
 
-QUICK = Limits(time_s=20.0)
+QUICK = Limits(time_s=120.0)
 """For programs that end by themselves, however little of the processor they get."""
 
 
@@ -84,12 +84,15 @@ def test_files_outside_its_folder_are_out_of_reach(tmp_path: Path) -> None:
         "os.mkdir('/tmp/asyncrl-escaped')",
         "os.kill(os.getppid(), 0)",
     ):
-        assert run(trying(statement), limits=QUICK).stdout == "PermissionError\n", statement
+        # Where it has a file system of its own, moving and linking fail for crossing over already.
+        assert run(trying(statement), limits=QUICK).stdout in ("PermissionError\n", "OSError\n"), statement
     # Through a link of its own it is no nearer.
     linked = f"os.symlink({str(tmp_path)!r}, 'way'); os.remove('way/precious')"
     assert run(trying(linked), limits=QUICK).stdout == "PermissionError\n"
+    after = precious.stat()
+    for field in ("st_mode", "st_uid", "st_size", "st_mtime_ns", "st_nlink"):
+        assert getattr(after, field) == getattr(before, field), field
     assert precious.read_text() == "here"
-    assert precious.stat() == before
 
 
 def test_no_network_not_even_on_this_machine() -> None:
@@ -107,7 +110,7 @@ def test_no_network_not_even_on_this_machine() -> None:
 
 def test_output_and_files_are_bounded() -> None:
     for target in ("print('x' * 1_000_000)", "open('big', 'ab').write(b'x' * 1_000_000)"):
-        outcome = run(f"while True: {target}", limits=Limits(time_s=20, file_mb=2))
+        outcome = run(f"while True: {target}", limits=Limits(time_s=120, file_mb=2))
         assert not outcome.ok
         assert outcome.ending != "timeout"
         assert len(outcome.stdout) <= 2 << 20
@@ -131,11 +134,11 @@ TESTS = ["assert double(2) == 4", "assert double(0) == 0"]
 
 
 def test_programs_are_scored_by_the_share_of_tests_that_they_pass() -> None:
-    assert code_tests(RIGHT, TESTS, time_s=20) == 1.0
-    assert code_tests("def double(x): return 4", TESTS, time_s=20) == 0.5
-    assert code_tests("def double(x): return", "\n".join(TESTS), time_s=20) == 0.0
+    assert code_tests(RIGHT, TESTS, time_s=120) == 1.0
+    assert code_tests("def double(x): return 4", TESTS, time_s=120) == 0.5
+    assert code_tests("def double(x): return", "\n".join(TESTS), time_s=120) == 0.0
     pairs = {"inputs": ["1\n", "5\n"], "outputs": ["2", "10\n"]}
-    assert code_tests("print(2 * int(input()))", pairs, time_s=20) == 1.0
+    assert code_tests("print(2 * int(input()))", pairs, time_s=120) == 1.0
 
 
 @pytest.mark.parametrize(
