@@ -170,7 +170,7 @@ class DeepSpeedEngine:
                 parameter.partition(param_list=[parameter], has_been_updated=False)
 
     def offload(self) -> None:
-        # With ZeRO 1 and 2, whose optimizer can do so.
+        # With ZeRO 2, and with 1 in float32: other optimizers cannot do so.
         if self._is_offloaded or not hasattr(self.optimizer, "offload_states") or self.is_sharded:
             return
         self._engine.offload_states(pin_memory=self.device.type == "cuda")

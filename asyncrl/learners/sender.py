@@ -128,7 +128,7 @@ class PushSender:
             self._lines.popitem()[1].close()
 
     def _send_parameters(self, version: int, line: _Line) -> tuple[str, int] | None:
-        """Who has receivers sends; where parameters are sharded, the others take part in gathering buckets."""
+        """Who has receivers sends; where parameters are sharded, the others help to gather buckets."""
         group = line.group
         if group is None:
             assert line.beside or self._rank != 0, "open() comes first"

@@ -346,7 +346,9 @@ def run_ranks(
     ``beside``: a last one that is of no rank.
     """
     port = free_port()
-    settings = {f.name: options.pop(f.name) for f in fields(Rank) if f.name in options}
+    own = ("folder", "stage", "rank", "ranks", "port")
+    names = [field.name for field in fields(Rank) if field.name not in own]
+    settings = {name: options.pop(name) for name in names if name in options}
     bound = partial(job, **options)
     places = [Rank(folder, stage, rank, ranks, port, **settings) for rank in range(ranks)]
     jobs: list[Job] = [(bound, (place,)) for place in places]

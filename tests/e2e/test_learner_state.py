@@ -136,7 +136,7 @@ def test_weights_alone_are_the_policys_and_nothing_else(
         assert {parameter.updates for parameter in saved.parameters.values()} == {0}, "no moments"
         for name, parameter in ranks[0]["parameters"].items():
             # Masters: rounded to what the model computes in, they are its parameters.
-            found = saved.read("weight", name).to(getattr(torch, setup[2])).float()
+            found = saved.read("weight", name).to(getattr(torch, setup[-1])).float()
             np.testing.assert_array_equal(found.view(parameter.shape).numpy(), parameter)
 
 

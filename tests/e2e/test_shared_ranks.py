@@ -96,7 +96,7 @@ def test_steps_metrics_and_all_that_leaves_the_learner_are_those_of_one_rank(
     for names, bucket in zip(first["bucket_names"], first["buckets"], strict=True):
         whole = np.concatenate([first["parameters"][name].ravel() for name in names])
         np.testing.assert_array_equal(bucket, whole)
-    exported = AutoModelForCausalLM.from_pretrained(folder.parent / "export-1-2").state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(folder.parent / "export-deepspeed-1-2").state_dict()
     for name, parameter in first["parameters"].items():
         np.testing.assert_array_equal(exported[name].numpy(), parameter)
 
