@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.checkpoint.compatibility import Origin
 from asyncrl.checkpoint.saver import Saver
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config import Config
@@ -134,7 +135,7 @@ def test_too_few_generators_stop_the_run_after_a_checkpoint(
         resolve=list,
         lines_on_disk=nothing,
         config_text="",
-        data="",
+        of=Origin("", {}),
     )
     cluster = ScriptedCluster(fast)
     seen: list[Outcome] = []
