@@ -59,7 +59,7 @@ class CreditAssignment:
 
     def rewards(self, meta: GroupMeta) -> tuple[float, ...]:
         """The shaped rewards of a group, one a sample."""
-        return self._shaping.shaped(meta.rewards, [t.response_tokens for t in meta.trajectories])
+        return self._shaping.shaped(meta.rewards, [t.sampled_tokens for t in meta.trajectories])
 
     def without_signal(self, meta: GroupMeta) -> bool:
         """Whether a group has the same reward everywhere, its baseline's included, as advantages see it.
@@ -122,14 +122,14 @@ class CreditAssignment:
         return self._moments
 
     def _shaped(self, answer: TrajectoryMeta) -> float:
-        return self._shaping.reward(answer.reward, answer.response_tokens)
+        return self._shaping.reward(answer.reward, answer.sampled_tokens)
 
     def _objectives(self, answer: TrajectoryMeta) -> dict[str, float]:
         """Each reward function's own clipped value by name, and the penalties for length."""
         # What functions say beside their rewards stands there too, and is no objective.
         own = {name: value for name, value in answer.rewards.items() if name in self._weights}
         values = {name: self._shaping.clipped(value) for name, value in own.items()}
-        return values | {_LENGTH: self._shaping.penalised(0.0, answer.response_tokens)}
+        return values | {_LENGTH: self._shaping.penalised(0.0, answer.sampled_tokens)}
 
     def _decoupled(self, metas: Sequence[GroupMeta]) -> list[tuple[float, ...]]:
         """Each function normalised within its group, then summed by weight; all of deviation 1.

@@ -164,7 +164,7 @@ def _figures(prefix: str, trajectories: Sequence[TrajectoryMeta]) -> Metrics:
     """Means over the answers of one set."""
     metrics: Metrics = {
         f"{prefix}/reward_mean": statistics.fmean(t.reward for t in trajectories),
-        f"{prefix}/response_length_mean": statistics.fmean(t.response_tokens for t in trajectories),
+        f"{prefix}/response_length_mean": statistics.fmean(t.sampled_tokens for t in trajectories),
         f"{prefix}/clip_ratio": statistics.fmean(t.finish_reason == "length" for t in trajectories),
     }
     names = {name for t in trajectories for name in t.rewards}

@@ -84,11 +84,11 @@ class LengthBias:
 
     def add_finished(self, meta: GroupMeta) -> None:
         self.finished += len(meta.trajectories)
-        self.finished_tokens += sum(t.response_tokens for t in meta.trajectories)
+        self.finished_tokens += sum(t.sampled_tokens for t in meta.trajectories)
 
     def add_trained(self, metas: Sequence[GroupMeta]) -> None:
         self.trained += sum(len(meta.trajectories) for meta in metas)
-        self.trained_tokens += sum(t.response_tokens for meta in metas for t in meta.trajectories)
+        self.trained_tokens += sum(t.sampled_tokens for meta in metas for t in meta.trajectories)
 
     def metrics(self) -> Metrics:
         if not self.trained_tokens or not self.finished_tokens:
@@ -107,7 +107,7 @@ def batch_metrics(version: int, metas: Sequence[GroupMeta]) -> Metrics:
     """Rewards, lengths and lags of the groups that the step ``version`` -> ``version + 1`` trains."""
     trajectories: list[TrajectoryMeta] = [t for meta in metas for t in meta.trajectories]
     rewards = [t.reward for t in trajectories]
-    lengths = [t.response_tokens for t in trajectories]
+    lengths = [t.sampled_tokens for t in trajectories]
     lags = [lag for meta in metas if (lag := group_lag(version, meta)) is not None]
     metrics: Metrics = {
         "reward/mean": statistics.fmean(rewards),

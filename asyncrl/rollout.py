@@ -375,6 +375,7 @@ class RolloutHost:
             reward=score.total,
             finish_reason=result.finish_reason,
             rewards=score.parts,
+            environment_tokens=int(np.count_nonzero(~result.loss_mask)),
         )
 
     async def _scored_together(

@@ -119,6 +119,9 @@ class Trajectory:
     finish_reason: FinishReason
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Each reward function's own value, by name."""
+    environment_tokens: int = 0
+    """How many of ``token_ids`` a tool or an environment wrote. Their ``loss_mask`` is False, and not theirs
+    alone."""
 
     def meta(self) -> TrajectoryMeta:
         """The scalars of this trajectory."""
@@ -136,6 +139,7 @@ class Trajectory:
             finish_reason=self.finish_reason,
             trained=spans,
             rewards=dict(self.rewards),
+            environment_tokens=self.environment_tokens,
         )
 
 
@@ -151,6 +155,12 @@ class TrajectoryMeta:
     trained: tuple[tuple[int, int], ...]
     """(version, number of tokens with loss_mask 1 that it sampled), oldest version first."""
     rewards: Mapping[str, float] = field(default_factory=dict)
+    environment_tokens: int = 0
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Of the response, what the model wrote itself."""
+        return self.response_tokens - self.environment_tokens
 
     @property
     def loss_tokens(self) -> int:

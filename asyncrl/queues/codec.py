@@ -191,7 +191,19 @@ def _encode_head(trajectory: Trajectory) -> list[Any]:
         _number(trajectory.reward, "reward"),
         _finish_reason(trajectory.finish_reason),
         _numbers(trajectory.rewards, "rewards"),
+        *([_foreign(trajectory)] if trajectory.environment_tokens else []),
     ]
+
+
+def _foreign(trajectory: Trajectory) -> int:
+    """``environment_tokens``, none of which is trained."""
+    found, untrained = trajectory.environment_tokens, int(np.count_nonzero(~trajectory.loss_mask))
+    if not 0 <= found <= untrained:
+        raise CodecError(
+            f"environment_tokens of sample {trajectory.sample} is {found}, expected 0 to the {untrained} "
+            "tokens with loss_mask False"
+        )
+    return found
 
 
 def _decode_document(document: Any) -> Group:
@@ -208,8 +220,8 @@ def _decode_document(document: Any) -> Group:
             f"baseline is {fields['baseline']!r} of {len(heads)} trajectories, expected true of at least 1"
         )
     for head in heads:
-        if not isinstance(head, list) or len(head) != 7:
-            raise CodecError("a trajectory's head is not a list of 7 values")
+        if not isinstance(head, list) or len(head) not in (7, 8):
+            raise CodecError("a trajectory's head is not a list of 7 or 8 values")
         _integer(head[2], "prompt length")
         _integer(head[3], "response length")
     _check_samples(heads)
@@ -224,7 +236,7 @@ def _decode_document(document: Any) -> Group:
 
     trajectories = []
     prompt_start = start = 0
-    for sample, attempt, prompt_length, length, reward, finish_reason, rewards in heads:
+    for sample, attempt, prompt_length, length, reward, finish_reason, rewards, *foreign in heads:
         prompt_end, end = prompt_start + prompt_length, start + length
         trajectories.append(
             Trajectory(
@@ -238,8 +250,10 @@ def _decode_document(document: Any) -> Group:
                 reward=_number(reward, "reward"),
                 finish_reason=_finish_reason(finish_reason),
                 rewards=_numbers(rewards, "rewards"),
+                environment_tokens=_integer(foreign[0], "environment_tokens") if foreign else 0,
             )
         )
+        _foreign(trajectories[-1])
         prompt_start, start = prompt_end, end
     return Group(
         ordinal=_integer(fields["ordinal"], "ordinal"),

@@ -87,7 +87,7 @@ def assert_equal(found: Group, expected: Group) -> None:
             left, right = getattr(a, name), getattr(b, name)
             assert left.dtype == right.dtype
             assert left.tobytes() == right.tobytes()
-        for name in ("sample", "attempt", "reward", "finish_reason", "rewards"):
+        for name in ("sample", "attempt", "reward", "finish_reason", "rewards", "environment_tokens"):
             assert getattr(a, name) == getattr(b, name)
 
 
@@ -124,6 +124,7 @@ def groups(draw: st.DrawFn) -> Group:
                 reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
                 finish_reason=draw(st.sampled_from(("stop", "length", "abort"))),
                 rewards=draw(st.dictionaries(st.text(max_size=5), st.floats(-1, 1), max_size=3)),
+                environment_tokens=draw(st.integers(0, int((~mask).sum()))),
             )
         )
     uid = draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=10))
@@ -194,6 +195,11 @@ def f4(*values: float) -> np.ndarray:
 
 
 REFUSED = {
+    "more of the environment than is untrained": (
+        {"environment_tokens": 2, "loss_mask": np.array([True, False, True])},
+        "environment_tokens of sample 0 is 2, expected 0 to the 1 tokens",
+    ),
+    "less than nothing of the environment": ({"environment_tokens": -1}, "environment_tokens .* is -1"),
     "a shorter loss mask": ({"loss_mask": np.ones(2, np.bool_)}, "differ in length: .*'loss_mask': 2"),
     "a longer versions": ({"versions": i4(4, 4, 4, 4)}, "differ in length"),
     "int64 ids": ({"token_ids": np.arange(3)}, r"token_ids of sample 0 is int64\[3\], expected .* int32"),

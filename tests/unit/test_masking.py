@@ -16,7 +16,7 @@ from asyncrl.learners.collate import collate
 from asyncrl.learners.masking import mask_stale
 from asyncrl.learners.packing import plan_step
 from asyncrl.metrics import batch_metrics
-from asyncrl.types import Batch, GroupMeta, TrajectoryMeta, group_lag, unmasked
+from asyncrl.types import Batch, FinishReason, GroupMeta, TrajectoryMeta, group_lag, unmasked
 from tests.unit.recorded_batches import MAX_AGE, batch_of, record_batch, shares
 from tests.unit.test_collate import learner, sample
 
@@ -97,6 +97,20 @@ def test_token_mean_weighs_every_trained_token_the_same() -> None:
     metrics = batch_metrics(5, [meta(0, (3, 10), (4, 20)), meta(1, (5, 70))])
     assert metrics["staleness/mean"] == 1.0
     assert metrics["staleness/token_mean"] == pytest.approx((10 * 2 + 20) / 100)
+
+
+def test_lengths_are_of_what_the_model_wrote_and_a_clipped_answer_ended_by_its_length() -> None:
+    """A tool's tokens are no part of a response's length, and padding is no part of anything."""
+
+    def meta(ordinal: int, finish_reason: FinishReason, tokens: int, foreign: int) -> GroupMeta:
+        trained = ((5, tokens - foreign),)
+        trajectory = TrajectoryMeta(0, 1, tokens, 1.0, finish_reason, trained, environment_tokens=foreign)
+        return GroupMeta(ordinal, f"train-{ordinal}", 0, (trajectory,), 0, 0)
+
+    metrics = batch_metrics(5, [meta(0, "stop", 100, 60), meta(1, "length", 20, 0)])
+    assert metrics["response_length/mean"] == 30.0
+    assert metrics["response_length/max"] == 40.0
+    assert metrics["response_length/clip_ratio"] == 0.5
 
 
 def test_a_trajectory_counts_its_trained_tokens_by_version() -> None:
