@@ -145,7 +145,9 @@ class PushGroup:
                     f"out of step: the sender announced version {found[1]} in {found[2]} buckets, "
                     f"expected version {version} in {len(self.buckets)} buckets"
                 )
-            for bucket, flat in zip(self.buckets, self._arrivals(staging), strict=True):
+            arrivals = self._arrivals(staging)
+            for bucket in self.buckets:
+                flat = next(arrivals)  # not by zip, which keeps the last one until it has the next
                 for name, tensor in split_bucket(flat, bucket):
                     if not isinstance(staging, Staging):
                         tensor = staging[name].copy_(tensor)
