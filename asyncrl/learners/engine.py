@@ -176,7 +176,8 @@ class TrainingEngine:
     def offload(self) -> None:
         """Move weights, masters and moments to host memory; until ``reload``, only its state can be copied.
 
-        With ZeRO 1 and 2, whose optimizer can do so: else nothing, as on a CPU, where it lies there already.
+        With ZeRO 2, and 1 in float32, whose optimizer can do so. With others nothing moves: config checks
+        allow them only on a CPU, where everything lies there already.
         """
         if self._is_offloaded or not hasattr(self.optimizer, "offload_states") or self.is_sharded:
             return

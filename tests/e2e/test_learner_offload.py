@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (2, 1, "float32", True),
         (2, 2, "bfloat16", True),
-        (1, 1, "bfloat16", True),
+        (1, 1, "bfloat16", False),
         (0, 1, "float32", False),
         (3, 2, "float32", False),
     ],
