@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -90,6 +91,19 @@ def test_receivers_stand_ready_for_one_version_after_the_other(push: Push) -> No
         assert all(0 <= outcome.wire_s <= outcome.receive_s for outcome in outcomes)
         for held in push.used:
             assert all(torch.equal(held[version][name], tensor) for name, tensor in values(version).items())
+
+
+def test_memory_that_was_given_back_is_there_again_for_the_next_version(push: Push) -> None:
+    spec = push.join("one")
+    for version in (1, 2):
+        receiving = push.receive(spec, version, version)
+        push.send(version)
+        receiving.result(TIMEOUT_S)
+        for receiver, held in zip(push.receivers, push.used, strict=True):
+            staged = weakref.ref(held.pop(version)["a"])
+            assert staged() is not None, "nobody holds it any more: the test shows nothing"
+            receiver.release()
+            assert staged() is None
 
 
 def test_a_failure_reaches_the_waiter_with_its_rank_and_words(push: Push) -> None:
