@@ -41,15 +41,16 @@ def fit_token_seconds(
     ``replicas``: the stays on each; ``standstills``: (start, end) in which none sampled. UsageError where no
     stay has a length.
     """
-    stays = [stay for replica in replicas for stay in replica[-_MOST_STAYS:]]
-    parts = [_exposure(replica[-_MOST_STAYS:], standstills) for replica in replicas if replica]
+    recent = [replica[-_MOST_STAYS:] for replica in replicas if replica]
+    stays = [stay for replica in recent for stay in replica]
+    parts = [_exposure(replica, standstills) for replica in recent]
     widest = max((part.shape[1] for part in parts), default=0)
-    exposure = np.vstack([np.pad(part, ((0, 0), (0, widest - part.shape[1]))) for part in parts] or [[]])
-    tokens = np.array([stay.tokens for stay in stays], dtype=float)
-    if not stays or exposure.sum() <= 0:
+    if not sum(float(part.sum()) for part in parts):
         raise UsageError(
-            f"found {len(stays)} answers that took any time; expected at least one to measure by"
+            f"found {len(stays)} answers, in slots for 0 s together; expected some time to measure by"
         )
+    exposure = np.vstack([np.pad(part, ((0, 0), (0, widest - part.shape[1]))) for part in parts])
+    tokens = np.array([stay.tokens for stay in stays], dtype=float)
     for count in range(_MOST_KNOTS, 1, -1):
         knots = _knots(exposure, count)
         seconds = _solve(exposure, tokens, knots)

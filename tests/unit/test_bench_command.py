@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Sequence
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
@@ -23,7 +24,13 @@ from .controller_harness import config
 from .test_simulate import WORKLOAD
 
 
-def bench(settings: Config, *modes: str, repeats: int = 2, json_file: Path | None = None) -> tuple[int, str]:
+def bench(
+    settings: Config,
+    *modes: str,
+    repeats: int = 2,
+    json_file: Path | None = None,
+    html_file: Path | None = None,
+) -> tuple[int, str]:
     screen = StringIO()
     code = run_bench(
         settings,
@@ -33,6 +40,7 @@ def bench(settings: Config, *modes: str, repeats: int = 2, json_file: Path | Non
         warm_up=1,
         json_file=json_file,
         console=Console(file=screen, width=120),
+        html_file=html_file,
     )
     return code, screen.getvalue()
 
@@ -60,7 +68,10 @@ def test_runs_are_interleaved_and_leave_their_figures(
 
     monkeypatch.setattr(runs, "train_once", train)
     settings = config(f"run.dir={tmp_path}", "run.name=mine", "run.seed=5", "schedule.max_staleness=3")
-    code, screen = bench(settings, "sync", "async", "colocated", json_file=tmp_path / "out.json")
+    html_file = tmp_path / "report.html" if find_spec("plotly") else None
+    code, screen = bench(
+        settings, "sync", "async", "colocated", json_file=tmp_path / "out.json", html_file=html_file
+    )
     assert code == 0
     assert ran == ["sync-0", "async-0", "colocated-0", "sync-1", "async-1", "colocated-1"]
     assert "reward after equal time" in screen
@@ -72,6 +83,8 @@ def test_runs_are_interleaved_and_leave_their_figures(
     assert document["modes"]["colocated"]["wall_s"] == document["modes"]["sync"]["wall_s"]
     assert document["speedup_vs_colocated"] == pytest.approx(2.0)
     assert "async is 2.00 times as fast as colocated" in screen
+    if html_file is not None:
+        assert "<title>sync-0 against async-0 against colocated-0</title>" in html_file.read_text()
     (folder,) = tmp_path.glob("mine-bench-*")
     assert json.loads((folder / "bench.json").read_text()) == document
     figures = json.loads((folder / "runs.json").read_text())
