@@ -131,7 +131,8 @@ def _train(
     from asyncrl.placement import close_session, open_session
 
     model_path = resolve_model(config, console)
-    log.info("%s", prompts.report)
+    for line in str(prompts.report).splitlines():
+        log.info("%s", line)
     try:
         placement = open_session(config)
         if placement.logs is not None:
