@@ -135,7 +135,8 @@ def _train(
     """The run itself, in a folder that is ready for it."""
     from asyncrl.placement import close_session, open_session
 
-    log.info("%s", prompts.report)
+    for line in str(prompts.report).splitlines():
+        log.info("%s", line)
     try:
         # Before the model, which may take minutes to come: a place that is not there shows at once.
         with signals.kept():

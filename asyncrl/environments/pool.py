@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from asyncrl.environments import tools
-from asyncrl.environments import worker as wire
 from asyncrl.environments.protocol import Message, Step
+from asyncrl.environments.worker import DONE
 from asyncrl.errors import (
     ConfigError,
     DeadlineError,
@@ -34,6 +34,7 @@ from asyncrl.errors import (
     EnvironmentWorkerError,
 )
 from asyncrl.rewards.process import Replies, WorkerProcess, spawn
+from asyncrl.rewards.worker import BAD_VALUE, REFUSED
 
 if TYPE_CHECKING:
     from asyncrl.config import EnvironmentSection
@@ -143,10 +144,10 @@ class EnvironmentPool:
         call = home.pending[call_id] = _Call(what, loop.create_future(), timer)
         home.send([call_id, session.number, verb, argument])
         kind, payload = await call.answer
-        if kind == wire.DONE:
+        if kind == DONE:
             messages, done, reward = payload
             return Step(tuple(messages), done, reward)
-        if kind == wire.BAD_VALUE:
+        if kind == BAD_VALUE:
             raise EnvironmentValueError(f"{what}: {payload}")
         raise EnvironmentRaisedError(f"{what} raised\n{payload}")
 
@@ -209,7 +210,7 @@ class EnvironmentPool:
             if not messages:
                 raise ConfigError(f"the process that loads the environment {path} ended while doing so")
             _, kind, payload = messages[0]
-            if kind == wire.REFUSED:
+            if kind == REFUSED:
                 raise ConfigError(f"environment: {payload}")
         except TimeoutError:
             await process.kill()

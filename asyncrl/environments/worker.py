@@ -64,7 +64,7 @@ class Session:
                     return
 
     def _run(self, runner: asyncio.Runner, environment: Any, verb: str, argument: Any) -> Step:
-        function = getattr(environment, verb, None)
+        function: Any = getattr(environment, verb, None)
         if function is None and verb == "close":
             return Step(done=True)
         result = function() if verb == "close" else function(argument)

@@ -172,14 +172,17 @@ def available_names(columns: Iterable[str], call: Call = "sample") -> set[str]:
     return names | {"ground_truth", "answer"} if names & {"reward_model", "ground_truth"} else names
 
 
-def truth_of(row: Mapping[str, Any]) -> Any:
-    """What a right answer to the row is, by the usual names; None where it has none of them."""
+def truth_of(row: Mapping[str, Any], *others: str) -> Any:
+    """The row's ground truth, by that name or where verl has it, or else the first of the columns ``others``.
+
+    None where it has none of them.
+    """
     if "ground_truth" in row:
         return row["ground_truth"]
     rule = row.get("reward_model")
     if isinstance(rule, Mapping) and "ground_truth" in rule:
         return rule["ground_truth"]
-    return next((row[key] for key in ("answer", "label") if key in row), None)
+    return next((row[key] for key in others if key in row), None)
 
 
 def named_values(sample: Sample) -> dict[str, Any]:
@@ -223,7 +226,7 @@ def group_values(samples: Sequence[Sample], call: Call, logged: Logged) -> dict[
             **_columns(samples),
             "queries": [s.prompt + s.completion for s in samples],
             "prompts": [s.prompt for s in samples],
-            "labels": [truth_of(s.row) for s in samples],
+            "labels": [truth_of(s.row, "label", "answer") for s in samples],
         }
     return {
         **_columns(samples),

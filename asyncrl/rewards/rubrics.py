@@ -138,7 +138,7 @@ def _state(sample: Sample) -> dict[str, Any]:
     """What verifiers knows of one rollout, by the names that it has there."""
     row = sample.row
     chat = isinstance(row.get("prompt"), (list, tuple))
-    truth = truth_of(row)
+    truth = row["answer"] if "answer" in row else truth_of(row)
     named = {
         "prompt": row["prompt"] if chat else sample.prompt,
         "completion": sample.turns if chat else sample.completion,
