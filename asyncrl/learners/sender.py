@@ -33,6 +33,7 @@ from asyncrl.learners.gathering import collect
 from asyncrl.learners.runs import adjacent_runs, copy_run
 from asyncrl.weight_sync.base import BESIDE, Channel, PushGroupSpec, TensorSpec, plan_buckets
 from asyncrl.weight_sync.broadcast import as_weight_sync_error, connect_store, create_group
+from asyncrl.weight_sync.buffers import TwoBuffers
 from asyncrl.weight_sync.transport import WeightGroup, join_group
 
 Bucket = Sequence[TensorSpec]
@@ -175,26 +176,8 @@ class PushSender:
     def _room(self, bucket: Bucket) -> Tensor:
         """Host memory for a bucket, valid until the next but one is asked for."""
         if self._buffers is None:
-            self._buffers = TwoBuffers(self._buckets)
+            self._buffers = TwoBuffers(self._buckets, torch.device("cpu"))
         return self._buffers.next(bucket)
-
-
-class TwoBuffers:
-    """Host memory for two buckets, used by turns: new pages for each would cost as much as filling them.
-
-    As a group's ``send`` gathers a bucket, all but the last have left.
-    """
-
-    def __init__(self, buckets: list[list[TensorSpec]]) -> None:
-        largest = max((sum(spec.nbytes for spec in bucket) for bucket in buckets), default=0)
-        self._buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(min(2, len(buckets)))]
-        self._turn = 0
-
-    def next(self, bucket: Bucket) -> Tensor:
-        """A flat tensor for this bucket; what the last but one call returned is overwritten."""
-        self._turn = (self._turn + 1) % len(self._buffers)
-        nbytes = sum(spec.nbytes for spec in bucket)
-        return self._buffers[self._turn][:nbytes].view(getattr(torch, bucket[0].dtype))
 
 
 class ShardCopies:

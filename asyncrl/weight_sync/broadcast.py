@@ -29,6 +29,7 @@ import torch.distributed
 from asyncrl.errors import WeightSyncError
 from asyncrl.network import own_address
 from asyncrl.weight_sync.base import PushGroupSpec, TensorSpec, plan_buckets
+from asyncrl.weight_sync.buffers import TwoBuffers
 from asyncrl.weight_sync.verify import ChecksumBuilder, Method
 
 # The stores and process groups are public in the documentation, but not in the type stubs.
@@ -145,14 +146,11 @@ class PushGroup:
                     f"out of step: the sender announced version {found[1]} in {found[2]} buckets, "
                     f"expected version {version} in {len(self.buckets)} buckets"
                 )
-            arrivals = self._arrivals(staging)
-            for bucket in self.buckets:
-                flat = next(arrivals)  # not by zip, which keeps the last one until it has the next
+            for bucket, flat in zip(self.buckets, self._arrivals(staging), strict=True):
                 for name, tensor in split_bucket(flat, bucket):
                     if not isinstance(staging, Staging):
                         tensor = staging[name].copy_(tensor)
                     checksum.add(name, tensor)
-                del flat, tensor  # or there would be three buckets while the next but one is posted
         return checksum.hexdigest()
 
     def close(self) -> None:
@@ -169,16 +167,17 @@ class PushGroup:
                 self._wait(work)
                 yield flat
             return
-        following = self._post(0)
+        room = TwoBuffers(self.buckets, self.device)
+        following = self._post(0, room)
         for i in range(len(self.buckets)):
             flat, work = following
             self._wait(work)
             if i + 1 < len(self.buckets):
-                following = self._post(i + 1)
+                following = self._post(i + 1, room)
             yield flat
 
-    def _post(self, index: int) -> tuple[torch.Tensor, Any]:
-        flat = _flat(self.buckets[index], self.device)
+    def _post(self, index: int, room: TwoBuffers) -> tuple[torch.Tensor, Any]:
+        flat = room.next(self.buckets[index])
         return flat, self._broadcast(flat)
 
     def _wait(self, work: Any) -> None:

@@ -47,7 +47,7 @@ def test_the_meter_sees_tensors_that_were_freed() -> None:
     # Once in vain: the first use of an operator loads its code.
     ((_, *found),) = run_jobs([(meter, ([LARGEST, *sizes],))])
     for size, measured in zip(sizes, found, strict=True):
-        assert size - SLACK / 4 <= measured <= size + SLACK
+        assert size - SLACK / 2 <= measured <= size + SLACK
 
 
 @pytest.mark.parametrize("backend", ["deepspeed", "fsdp2"])
