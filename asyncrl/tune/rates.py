@@ -38,7 +38,7 @@ class Stay:
 def fit_token_seconds(
     replicas: Sequence[Sequence[Stay]], standstills: Sequence[tuple[float, float]]
 ) -> dict[int, float]:
-    """``workload.generation.token_s`` under which every stay gives its tokens, by least squares.
+    """``workload.generation.token_s`` under which every stay lasts as long as it did, by least squares.
 
     ``replicas``: the stays on each; ``standstills``: (start, end) in which none sampled. UsageError where no
     stay has a length.
