@@ -60,6 +60,20 @@ def parse_as(schema: type[C], values: Mapping[str, Any], overrides: Sequence[str
     raise ConfigError("\n".join([f"{count} in {where}:", *(f"  {line}" for line in lines)]))
 
 
+def known_values(values: Mapping[str, Any], schema: type[BaseModel] = Config) -> dict[str, Any]:
+    """``values`` without the keys that ``schema`` does not have: those of another version of asyncrl."""
+    known: dict[str, Any] = {}
+    for key, value in values.items():
+        field = schema.model_fields.get(key)
+        if field is None:
+            continue
+        section = _section(field.annotation)
+        if section is not None and isinstance(value, Mapping):
+            value = known_values(value, section)
+        known[key] = value
+    return known
+
+
 def dump_config(config: Config) -> str:
     """The resolved config as YAML, in the order of the sections; ``load_config`` reads it back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

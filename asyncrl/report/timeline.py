@@ -18,7 +18,7 @@ _LAST_S = 60.0
 _LAST_STEPS = 3
 _MOST_EVENTS = 4000
 _MOST_TRACKS = 96
-_ROW_PX = 9
+_ROW_PX = 10
 
 _BY_NAME = {
     "train": "#10b981",
@@ -82,7 +82,10 @@ def _figure(
             "categoryorder": "array",
             "categoryarray": list(names.values())[::-1],
             "automargin": True,
-            "tickfont": {"size": 9},
+            "tickfont": {"size": 8},
+            "tickvals": [
+                name for name, labelled in zip(names.values(), _labelled(tracks), strict=True) if labelled
+            ],
         },
     )
     return figure
@@ -95,6 +98,12 @@ def _row_names(tracks: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], str
         (process, track): track if times.count(track) == 1 else f"{process} {track}"
         for process, track in tracks
     }
+
+
+def _labelled(tracks: tuple[tuple[str, str], ...]) -> list[bool]:
+    """Whether each row's name is written beside it: of the many slots, every eighth."""
+    slots = [track.startswith("slot") for _, track in tracks]
+    return [not is_slot or sum(slots[:row]) % 8 == 0 for row, is_slot in enumerate(slots)]
 
 
 def _color(event: TraceEvent) -> str:

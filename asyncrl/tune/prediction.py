@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from asyncrl.bench.figures import Window, measure
 from asyncrl.bench.modes import as_overrides
-from asyncrl.config_load import parse_config
+from asyncrl.config_load import known_values, parse_config
 from asyncrl.errors import UsageError
 from asyncrl.recorded import RecordedRun
 from asyncrl.simulate.run import simulate
@@ -38,7 +38,8 @@ def predict_itself(run: RecordedRun, costs: Costs) -> Prediction:
     if not run.config:
         raise UsageError(f"found no config.yaml in {run.folder}; expected the one that the run wrote")
     done = len(run.steps)
-    config = parse_config(run.config, as_overrides({"run.steps": done}), name=f"{run.folder}/config.yaml")
+    values = known_values(run.config)
+    config = parse_config(values, as_overrides({"run.steps": done}), name=f"{run.folder}/config.yaml")
     warm_up, cool_down = warm_up_steps(run.steps), config.schedule.pipeline_depth + 1
     if done - warm_up - cool_down < 1:
         raise UsageError(

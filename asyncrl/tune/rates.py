@@ -21,7 +21,9 @@ Floats = NDArray[np.floating[Any]]
 _MOST_STAYS = 20_000
 """The last ones of a replica that are looked at."""
 _MOST_KNOTS = 5
-_ITERATIONS = 20
+_ITERATIONS = 40
+_NOISE = 0.02
+"""Of the largest time of a token: how much less another may be with more sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Stay:
 def fit_token_seconds(
     replicas: Sequence[Sequence[Stay]], standstills: Sequence[tuple[float, float]]
 ) -> dict[int, float]:
-    """``workload.generation.token_s`` under which every stay gives its tokens, by least squares.
+    """``workload.generation.token_s`` under which every stay lasts as long as it did, by least squares.
 
     ``replicas``: the stays on each; ``standstills``: (start, end) in which none sampled. UsageError where no
     stay has a length.
@@ -86,19 +88,28 @@ def _knots(exposure: Floats, count: int) -> list[int]:
 
 
 def _solve(exposure: Floats, tokens: Floats, knots: Sequence[int]) -> Floats | None:
-    """Seconds a token at the knots, by Gauss-Newton; None where it finds none that are all positive."""
+    """Seconds a token at the knots; None where no increasing ones are found.
+
+    Time is regressed on tokens, which are counted without error; a machine's moods are in the time alone. How
+    many of a stay's tokens fell to which number of sequences follows from the seconds, so that both are found
+    in turn.
+    """
     if len(knots) < 2:
         return None
     numbers = np.arange(1, exposure.shape[1] + 1)
     basis = np.stack([np.interp(numbers, knots, row) for row in np.eye(len(knots))], axis=1)  # (n, knots)
-    seconds = np.full(len(knots), exposure.sum() / tokens.sum())
+    lasted = exposure.sum(axis=1)
+    seconds = np.full(len(knots), lasted.sum() / tokens.sum())
     for _ in range(_ITERATIONS):
-        pace = basis @ seconds
-        slopes = -(exposure / pace**2) @ basis
-        step, *_ = np.linalg.lstsq(slopes, tokens - exposure @ (1 / pace), rcond=None)
+        shares = exposure / (basis @ seconds)  # (stays, n): where the tokens fell, up to a factor a stay
+        fell = (shares * (tokens / np.maximum(shares.sum(axis=1), 1e-12))[:, None]) @ basis
+        found, *_ = np.linalg.lstsq(fell, lasted, rcond=None)
+        before = seconds
         # No further than to half or double at once.
-        seconds = np.clip(seconds + step, seconds / 2, seconds * 2)
-        if np.abs(step).max() <= 1e-9 * seconds.max():
+        seconds = np.clip(found, before / 2, before * 2)
+        if np.abs(seconds - before).max() <= 1e-9 * seconds.max():
             break
-    found: Floats = seconds
-    return found if seconds.min() > 0.05 * seconds.max() else None
+    total = fell @ seconds
+    seconds = seconds * (lasted.sum() / total.sum())
+    rises = np.diff(seconds).min() >= -_NOISE * seconds.max()
+    return seconds if rises and seconds.min() > 0 else None

@@ -24,7 +24,7 @@ def test_tune_measures_searches_and_verifies(tmp_path: Path) -> None:
     calibration = document["calibration"]
     assert calibration["tokens_per_s"] > 0
     # Steps of milliseconds on a shared machine: only that both are of one size.
-    assert -0.6 < calibration["error"] < 1.5
+    assert -0.7 < calibration["error"] < 2.0
     assert calibration["lag_mean"] == calibration["simulated_lag_mean"] == 0.0
     settings = document["recommended"]["settings"]
     load_config(file, [f"{key}={json.dumps(value)}" for key, value in settings.items()])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,10 @@ def test_costs_are_those_that_the_run_was_made_with(costs: Costs) -> None:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_calibration_predicts_the_run_that_it_came_from(mode: str, tmp_path: Path) -> None:
     run = read_run(record(tmp_path / mode, *MODES[mode]))
+    # As another version of asyncrl would have written it.
+    run = replace(
+        run, config={**run.config, "schedule": {**run.config["schedule"], "new_knob": 1}, "new": {}}
+    )
     prediction = predict_itself(run, measure_costs(run))
     assert abs(prediction.error) < 0.1
     assert prediction.simulated_lag_mean == pytest.approx(prediction.lag_mean, abs=0.1)
@@ -126,6 +132,22 @@ def test_rates_leave_standstills_out() -> None:
     assert fit_token_seconds([stays, stays], [(1.0, 4.0)]) == pytest.approx({2: 0.1})
     with pytest.raises(UsageError, match="found 0 answers"):
         fit_token_seconds([], [])
+
+
+def test_a_machine_that_is_slow_at_times_does_not_bias_the_rates() -> None:
+    draws, clock, stays = random.Random(0), 0.0, []
+    for turn in range(600):
+        slowness = (0.5, 1.5)[turn % 2]  # 1 on the mean
+        moment, sampled = clock, 0
+        for i, length in enumerate(sorted(draws.randint(10, 200) for _ in range(8))):
+            moment += (length - sampled) * (0.01 + 0.002 * (8 - i)) * slowness
+            sampled = length
+            stays.append(Stay(clock, moment, length))
+        clock = moment + 1.0
+    points = sorted(fit_token_seconds([stays], []).items())
+    for running in (2, 4, 8):
+        found = np.interp(running, [n for n, _ in points], [seconds for _, seconds in points])
+        assert found == pytest.approx(0.01 + 0.002 * running, rel=0.15), running
 
 
 def test_a_run_that_tells_no_costs_is_refused(tmp_path: Path) -> None:
