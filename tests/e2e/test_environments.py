@@ -105,7 +105,7 @@ def test_every_fault_is_counted_against_its_trajectory_and_the_run_goes_on(tmp_p
     run = finish(
         tmp_path,
         f"environment.path={tmp_path / 'faulty.py'}:Faulty",
-        f"environment.args.folder={tmp_path}",
+        f"environment.args={{folder: {tmp_path}}}",
         "environment.timeout_s=5",
         "reward.on_error=drop",
         "rollout.min_group=2",
