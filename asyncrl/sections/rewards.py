@@ -1,0 +1,83 @@
+"""What a good answer is, and what the model acts in."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from asyncrl.config_checks import environment_problems
+from asyncrl.sections.base import Section, from_path, refuse
+
+
+class RewardFunctionSection(Section):
+    path: str
+    """``package.module:function``, ``file.py:function`` (a rubric object too), the http address of a reward
+    server, or the name of a built-in reward. What it is called with, its parameters say (docs/rewards.md)."""
+    weight: float = 1.0
+    """Factor in the sum."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments passed on each call."""
+    name: str | None = None
+    """Name in the metrics; null: the function's."""
+
+    @property
+    def label(self) -> str:
+        """Name in the metrics, and in the rewards of a trajectory."""
+        return self.name or ("remote" if "://" in self.path else self.path.rpartition(":")[2])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return from_path(value)
+
+
+class RewardSection(Section):
+    functions: tuple[RewardFunctionSection, ...] = ()
+    """Reward functions; their weighted sum is the reward, with that of a ``reward_model``. A plain string is
+    taken as a path. At least one, unless there is a ``reward_model``."""
+    timeout_s: PositiveFloat = 10.0
+    """Seconds that scoring one answer, or one group by functions of groups, may take (each async function:
+    that it may take) before the process that does it is killed and replaced."""
+    on_error: Literal["fail", "drop"] = "fail"
+    """Of a reward that cannot be had. ``fail``: the whole group fails, counted. ``drop``: that sample alone.
+    Never 0.0."""
+    workers: PositiveInt = 1
+    """Worker processes beside each generator."""
+
+
+class EnvironmentSection(Section):
+    """What the model acts in, over several turns; docs/environments.md says what it is."""
+
+    path: str
+    """``package.module:Class`` or ``file.py:Class``, or a function that makes one; ``tools`` for the built-in
+    environment over ``tools``."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments that each environment is made with."""
+    tools: tuple[str, ...] = ()
+    """Typed functions that the model may call, ``package.module:function`` or ``file.py:function``."""
+    max_turns: PositiveInt = 8
+    """The model's messages in one trajectory."""
+    max_turn_tokens: PositiveInt | None = None
+    """Tokens of one of them. Null: what is left of ``rollout.max_new_tokens``, which all turns share with
+    what the environment says."""
+    max_time_s: PositiveFloat | None = None
+    """Seconds after which no further turn begins; null: ``rollout.deadline_s`` alone."""
+    max_observation_chars: PositiveInt = 100_000
+    """Longest answer of the environment, in characters; a longer one fails its trajectory."""
+    timeout_s: PositiveFloat = 30.0
+    """Seconds that ``reset`` or one ``step`` may take before its trajectory fails."""
+    reward_weight: float = 1.0
+    """Factor of the environment's own reward, where it gives one, in the sum that is the reward."""
+    workers: PositiveInt = 1
+    """Worker processes beside each generator; each runs many environments."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return from_path(value)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        refuse(environment_problems(self))
+        return self
