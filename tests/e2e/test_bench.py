@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from .runs import START_TIMEOUT_S, TINY
+from .runs import START_TIMEOUT_S, TINY, share_models
 
 WARM_UP, STEPS = 1, 2
 MODE_KEYS = {
@@ -44,6 +44,7 @@ def durations(trace: Path) -> tuple[dict[str, float], set[str]]:
 def test_bench_compares_real_runs(tmp_path: Path) -> None:
     config = tmp_path / "tiny.yaml"
     config.write_text(TINY)
+    share_models(tmp_path)
     command = [sys.executable, "-m", "asyncrl.cli", "bench", "--config", str(config), "--json", "-"]
     command += ["--modes", "sync,async,colocated"]
     command += ["--steps", str(STEPS), "--warm-up", str(WARM_UP), "--repeats", "1", f"run.dir={tmp_path}"]

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from asyncrl.config_load import load_config
 
-from .runs import START_TIMEOUT_S, TINY
+from .runs import START_TIMEOUT_S, TINY, share_models
 
 
 def test_tune_measures_searches_and_verifies(tmp_path: Path) -> None:
     file = tmp_path / "tiny.yaml"
     file.write_text(TINY)
+    share_models(tmp_path)
     command = [sys.executable, "-m", "asyncrl.cli", "tune", "--config", str(file), f"run.dir={tmp_path}"]
     command += ["--verify", "--steps", "2", "--repeats", "1", "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * START_TIMEOUT_S)
