@@ -142,6 +142,9 @@ def test_a_job_goes_on_without_its_terminal_and_stops_after_a_checkpoint(
 ) -> None:
     from ray.job_submission import JobSubmissionClient
 
+    # Nodes on one machine share a folder for copies of code, and remove it from under each other: one stays.
+    for node in list(cluster.worker_nodes):
+        cluster.remove_node(node)
     work, log = tmp_path / "work", tmp_path / "terminal.log"
     work.mkdir()
     shutil.copy(REWARDS, work / "rewards.py")
@@ -149,6 +152,7 @@ def test_a_job_goes_on_without_its_terminal_and_stops_after_a_checkpoint(
     address = f"http://{cluster.head_node.webui_url}"
     command = [sys.executable, "-m", "asyncrl.cli", "train", "--config", "run.yaml", "--address", address]
     command += [f"run.dir={tmp_path / 'runs'}", "run.name=job", *ENDLESS]
+    command += ["placement.learner.cpus=0", "placement.generators.cpus=0"]
     with log.open("w") as out:
         terminal = subprocess.Popen(command, cwd=work, stdout=out, stderr=subprocess.STDOUT, text=True)
     job = Run(tmp_path / "runs" / "job", terminal, uuid.uuid4().hex, log)
