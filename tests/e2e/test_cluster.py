@@ -158,7 +158,8 @@ def test_a_job_goes_on_without_its_terminal_and_stops_after_a_checkpoint(
     job = Run(tmp_path / "runs" / "job", terminal, uuid.uuid4().hex, log)
     try:
         job.wait_for_steps(2)
-        assert "learner has" in job.text, "the terminal does not show the log of the controller"
+        # It comes through the cluster's dashboard, some time after it was written.
+        wait_until(job, "the controller's log in the terminal", 60, lambda: "learner has" in job.text)
         terminal.send_signal(signal.SIGINT)
         assert terminal.wait(30) == 0, job.text
         assert "the run goes on without this terminal" in job.text
