@@ -100,14 +100,7 @@ def _colocated(
     replicas, learner = build_colocated(
         config, model_path, names, placement, cores=deal_cores(generators.cpu_cores, len(names))
     )
-    pool = GeneratorPool(
-        replicas,
-        max_restarts=0,
-        min_replicas=len(names),
-        health_every_s=generators.health_every_s,
-        health_timeout_s=generators.health_timeout_s,
-        timeline=timeline,
-    )
+    pool = _pool_for_good(config, replicas, timeline)
     turns = ColocatedTurns(pool, learner, timeout_s=timeout_s, canary=canary)
     publisher = RelabelPublisher(pool, turns, timeout_s=timeout_s, canary=canary)
     return Sides(pool, learner, publisher, turns)
@@ -124,14 +117,7 @@ def _taking_turns(
         RayReplica(name, config, generator_actor(config, model_path, cores=cores, options=slot))
         for name, cores, slot in zip(names, deal_cores(generators.cpu_cores, len(names)), slots, strict=True)
     ]
-    pool = GeneratorPool(
-        replicas,
-        max_restarts=0,
-        min_replicas=len(names),
-        health_every_s=generators.health_every_s,
-        health_timeout_s=generators.health_timeout_s,
-        timeline=timeline,
-    )
+    pool = _pool_for_good(config, replicas, timeline)
 
     async def generators_sleep() -> None:
         """vLLM takes memory by what is free at its start: the learner comes when it has given that back."""
@@ -152,3 +138,15 @@ def _taking_turns(
     )
     turns = HandoverTurns(learner, pool, publisher, timeout_s=sync.timeout_s, canary=canary)
     return Sides(pool, learner, HandoverPublisher(turns, publisher, canary=canary), turns)
+
+
+def _pool_for_good(config: Config, replicas: list[RayReplica], timeline: Timeline) -> GeneratorPool:
+    """Of replicas that have their devices together with the learner: none is restarted, none joins."""
+    return GeneratorPool(
+        replicas,
+        max_restarts=0,
+        min_replicas=len(replicas),
+        health_every_s=config.generators.health_every_s,
+        health_timeout_s=config.generators.health_timeout_s,
+        timeline=timeline,
+    )

@@ -14,8 +14,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Literal, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Literal, Protocol
 
 from asyncrl.generators.base import Asleep
 from asyncrl.generators.pool import GeneratorPool
@@ -23,6 +23,7 @@ from asyncrl.learners.base import Learner
 from asyncrl.types import Metrics
 from asyncrl.waiting import now
 from asyncrl.weight_sync.canary import Canary
+from asyncrl.weight_sync.canary_scores import compare_generators, score_learner
 from asyncrl.weight_sync.together import together
 
 
@@ -92,7 +93,7 @@ class ColocatedTurns:
         start = now()
         groups = sum(len(member.groups) for member in self._pool.members)
         asleep: list[Asleep]
-        (asleep,) = await self._together("putting the generators to sleep", self._pool.sleep())
+        (asleep,) = await together(self._timeout_s, "putting the generators to sleep", self._pool.sleep())
         self.whose = "learner"
         self._carried_groups += groups
         self._carried_samples += sum(one.sequences for one in asleep)
@@ -104,35 +105,16 @@ class ColocatedTurns:
         if self.whose == "generators":
             return
         if self._canary is not None:
-            await self._score_learner(self._canary, version)
+            await score_learner(self._canary, version, self._learner, timeout_s=self._timeout_s, clock=now)
         if leave is not None:
             await leave()
         start = now()
-        await self._together("waking the generators", self._pool.wake())
+        await together(self._timeout_s, "waking the generators", self._pool.wake())
         self.whose = "generators"
         self._seconds += now() - start
         if self._canary is not None:
-            await self._check(self._canary, version)
-
-    async def _score_learner(self, canary: Canary, version: int) -> None:
-        start = now()
-        doing = f"scoring the canary of version {version} by the learner"
-        (logprobs,) = await self._together(doing, self._learner.score(canary.token_ids))
-        canary.expect(version, logprobs, now() - start)
-
-    async def _check(self, canary: Canary, version: int) -> None:
-        """Compare what the generators compute, now that they are awake. Raises CanaryError."""
-        start = now()
-        members = self._pool.receivers
-        names = [member.name for member in members]
-        found = await self._together(
-            f"scoring the canary of version {version} on {', '.join(names)}",
-            *(m.call(m.replica.score(canary.token_ids)) for m in members),
-        )
-        canary.compare(version, dict(zip(names, found, strict=True)), now() - start)
-
-    async def _together(self, doing: str, *calls: Coroutine[Any, Any, Any]) -> list[Any]:
-        return await together(self._timeout_s, doing, *calls)
+            members = self._pool.receivers
+            await compare_generators(self._canary, version, members, timeout_s=self._timeout_s, clock=now)
 
     def take_metrics(self) -> Metrics:
         """Seconds in which the turn changed hands, of which those of waking are part of the push's, and those

@@ -27,6 +27,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.generators.torch_engine import TorchEngine
+from asyncrl.generators.vllm_engine import VLLMEngine
 from asyncrl.types import DrawKey, GenerationRequest, SamplingParams
 
 PROMPT = 16
@@ -68,11 +69,8 @@ def prompt_of(index: int) -> tuple[int, ...]:
     return tuple(int(t) for t in np.random.default_rng(index).integers(0, 512, PROMPT))
 
 
-async def torch_engine(folder: Path, slots: int, threads: int) -> Started:
-    engine = TorchEngine(
-        str(folder), slots=slots, max_sequence=PROMPT + LONGEST, device="cpu", threads=threads
-    )
-    await engine.start()
+def asking(engine: TorchEngine | VLLMEngine) -> Measure:
+    """Requests with draws of their own in each round, all at once."""
     rounds = iter(range(1_000_000))
 
     async def measure(lengths: Sequence[int]) -> float:
@@ -89,7 +87,15 @@ async def torch_engine(folder: Path, slots: int, threads: int) -> Started:
         assert [len(answer.token_ids) for answer in answers] == list(lengths)
         return took
 
-    return measure, engine.close
+    return measure
+
+
+async def torch_engine(folder: Path, slots: int, threads: int) -> Started:
+    engine = TorchEngine(
+        str(folder), slots=slots, max_sequence=PROMPT + LONGEST, device="cpu", threads=threads
+    )
+    await engine.start()
+    return asking(engine), engine.close
 
 
 async def hugging_face(folder: Path, slots: int, threads: int) -> Started:
@@ -123,7 +129,6 @@ async def hugging_face(folder: Path, slots: int, threads: int) -> Started:
 
 
 async def vllm(folder: Path, slots: int, threads: int) -> Started:
-    from asyncrl.generators.vllm_engine import VLLMEngine
     from asyncrl.generators.vllm_settings import VLLMSettings
 
     engine = VLLMEngine(
@@ -133,23 +138,7 @@ async def vllm(folder: Path, slots: int, threads: int) -> Started:
         )
     )  # fmt: skip
     await engine.start()
-    rounds = iter(range(1_000_000))
-
-    async def measure(lengths: Sequence[int]) -> float:
-        this = next(rounds)
-        requests = [
-            GenerationRequest(
-                f"{this}-{i}", prompt_of(i), SamplingParams(n, ignore_eos=True), DrawKey(this, i, 0)
-            )
-            for i, n in enumerate(lengths)
-        ]
-        start = time.perf_counter()
-        answers = await asyncio.gather(*(engine.generate(request) for request in requests))
-        took = time.perf_counter() - start
-        assert [len(answer.token_ids) for answer in answers] == list(lengths)
-        return took
-
-    return measure, engine.close
+    return asking(engine), engine.close
 
 
 ENGINES = {"torch": torch_engine, "generate": hugging_face, "vllm": vllm}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from asyncrl.algorithms.names import PREFERENCE_NAMES, PRESETS, REWARDED_BY_TOKEN
-from asyncrl.config_checks import algorithm_problems
+from asyncrl.config_algorithm import algorithm_problems
 from asyncrl.sections.base import Section, refuse
 
 

@@ -28,6 +28,7 @@ from asyncrl.learners.base import Learner, LearnerInfo, PushReport
 from asyncrl.types import Metrics
 from asyncrl.weight_sync.base import BESIDE, Backend, PushGroupSpec, WeightEcho, mismatches
 from asyncrl.weight_sync.canary import Canary
+from asyncrl.weight_sync.canary_scores import compare_generators, score_learner
 from asyncrl.weight_sync.together import together
 
 log = logging.getLogger(__name__)
@@ -185,11 +186,7 @@ class WeightPublisher:
         return self._canary if due else None
 
     async def _score_learner(self, canary: Canary, version: int) -> None:
-        start = self._clock()
-        (logprobs,) = await self._together(
-            f"scoring the canary of version {version} by the learner", self._learner.score(canary.token_ids)
-        )
-        canary.expect(version, logprobs, self._clock() - start)
+        await score_learner(canary, version, self._learner, timeout_s=self._timeout_s, clock=self._clock)
 
     async def _check(self, canary: Canary, version: int, receivers: list[Member]) -> None:
         """Compare what the receivers compute with ``version``, which is live on them."""
@@ -198,13 +195,7 @@ class WeightPublisher:
                 canary.owe(version)
                 return
             await self._score_learner(canary, version)
-        start = self._clock()
-        names = [member.name for member in receivers]
-        found = await self._together(
-            f"scoring the canary of version {version} on {', '.join(names)}",
-            *(m.call(m.replica.score(canary.token_ids)) for m in receivers),
-        )
-        canary.compare(version, dict(zip(names, found, strict=True)), self._clock() - start)
+        await compare_generators(canary, version, receivers, timeout_s=self._timeout_s, clock=self._clock)
 
     def take_metrics(self) -> Metrics:
         """What the canary found since the last call; nothing without one."""
