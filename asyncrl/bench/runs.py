@@ -52,11 +52,17 @@ class Interrupted(Exception):
 
 
 def claim_folder(config: Config, kind: str) -> Path:
-    """A folder of a measurement's own, ``<run.dir>/<run.name>-<kind>-<time>/``. ConfigError without one."""
+    """A folder of a measurement's own, ``<run.dir>/<run.name>-<kind>-<time>/``. ConfigError without one.
+
+    Its runs find the models that were made in ``run.dir`` before, and leave theirs there.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S")
+    models = Path(config.run.dir) / ".models"
     folder = Path(config.run.dir) / f"{config.run.name}-{kind}-{stamp}"
     try:
         folder.mkdir(parents=True)
+        models.mkdir(exist_ok=True)
+        (folder / ".models").symlink_to(models.resolve())
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be made: {error.strerror}; set run.dir") from error
     return folder

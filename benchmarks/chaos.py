@@ -1,0 +1,321 @@
+"""Random faults on a real run, for minutes or hours, and a count of what was lost.
+
+    python benchmarks/chaos.py --minutes 30 --seed 0 --out runs/chaos
+    python benchmarks/chaos.py --config mine.yaml --minutes 5 generators.replicas=2
+
+``asyncrl train`` runs with a checkpoint every few steps. Every few seconds something is done to it, drawn
+from ``--seed``: a generator, a reward worker, the learner or the controller is killed or stopped for a while,
+Ray's node is killed, or a signal asks the run to end. Whenever the run has ended, it is started again. After
+the time is over it is left alone until it has come to its end.
+
+Then every ordinal has to be retired exactly once, every step to have one line, no lag to be beyond the bound,
+and no process to be left. ``<out>/chaos.json`` holds each fault with what came of it and the seconds until
+the next step was done, and the controller's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from asyncrl.config_load import load_config
+
+ROOT = Path(__file__).parent.parent
+MARK = "ASYNCRL_CHAOS_RUN"
+SETTINGS = (
+    "generators.replicas=2",
+    "generators.health_every_s=1",
+    "checkpoint.every=3",
+    "log.trackers=[]",
+    "log.rollouts_every=0",
+    "log.display=lines",
+    "run.steps=1000000",
+    "learner.lr_schedule=constant",
+)
+NAME = "chaos"
+LONGEST_STOP_S = 30.0
+RECOVERY_TIMEOUT_S = 600.0
+LAST_STEPS = 3
+log = logging.getLogger("chaos")
+
+
+class Run:
+    """One run, over all of its lives."""
+
+    def __init__(self, config: Path, out: Path, overrides: Sequence[str]) -> None:
+        self.folder = out / NAME
+        self.lives = 0
+        self._mark = uuid.uuid4().hex
+        self._log = out / "chaos.log"
+        self._command = [sys.executable, "-m", "asyncrl.cli", "train", "--config", str(config), *SETTINGS]
+        self._command += [*overrides, f"run.dir={out}", f"run.name={NAME}"]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pids: list[int] = []
+
+    def start(self, *overrides: str) -> None:
+        self.lives += 1
+        with self._log.open("ab") as out:
+            self._process = subprocess.Popen(
+                [*self._command, *overrides],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, MARK: self._mark},
+            )
+        self._pids.append(self._process.pid)
+
+    @property
+    def controller(self) -> psutil.Process:
+        assert self._process is not None
+        return psutil.Process(self._process.pid)
+
+    @property
+    def exit_code(self) -> int | None:
+        assert self._process is not None
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> int:
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def step(self) -> int:
+        """The last one that is on disk; -1 before the first line."""
+        path = self.folder / "metrics.jsonl"
+        whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+        return int(json.loads(whole.rpartition(b"\n")[2])["step"]) if whole else -1
+
+    def processes(self, title: str = "") -> list[psutil.Process]:
+        """All that this run started and that lives, with ``title`` in its command line."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                alive = process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid()
+                if alive and self._started(process) and title in " ".join(process.cmdline()):
+                    found.append(process)
+        return sorted(found, key=lambda process: process.pid)
+
+    def _started(self, process: psutil.Process) -> bool:
+        """By the mark; or by a log of its Ray session, for one that wrote a title over that."""
+        if process.environ().get(MARK) == self._mark:
+            return True
+        session = re.compile(rf"/session_[^/]*_({'|'.join(map(str, self._pids))})/logs/")
+        return any(session.search(file.path) for file in process.open_files())
+
+    def tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
+
+
+# ---------------------------------------------------------------- faults
+
+
+def kill(title: str) -> Callable[[Run, random.Random], str | None]:
+    def strike(run: Run, chance: random.Random) -> str | None:
+        victims = run.processes(title)
+        if not victims:
+            return None
+        victim = chance.choice(victims)
+        victim.kill()
+        return f"process {victim.pid}"
+
+    return strike
+
+
+def stop(title: str) -> Callable[[Run, random.Random], str | None]:
+    """SIGSTOP, and SIGCONT after a while: the process may be gone by then."""
+
+    def strike(run: Run, chance: random.Random) -> str | None:
+        victims = run.processes(title) if title else [run.controller]
+        if not victims:
+            return None
+        victim, seconds = chance.choice(victims), chance.uniform(1.0, LONGEST_STOP_S)
+        victim.suspend()
+        time.sleep(seconds)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.resume()
+        return f"process {victim.pid} for {seconds:.0f} s"
+
+    return strike
+
+
+def signal_controller(number: signal.Signals) -> Callable[[Run, random.Random], str | None]:
+    def strike(run: Run, chance: random.Random) -> str | None:
+        run.controller.send_signal(number)
+        return f"process {run.controller.pid}"
+
+    return strike
+
+
+def kill_reward_worker(run: Run, chance: random.Random) -> str | None:
+    """A child of a generator's process."""
+    children = [
+        child
+        for generator in run.processes("GeneratorActor")
+        for child in generator.children()
+        if "resource_tracker" not in " ".join(child.cmdline())
+    ]
+    if not children:
+        return None
+    victim = chance.choice(children)
+    victim.kill()
+    return f"process {victim.pid}"
+
+
+FAULTS: dict[str, Callable[[Run, random.Random], str | None]] = {
+    "generator killed": kill("GeneratorActor"),
+    "generator stopped": stop("GeneratorActor"),
+    "reward worker killed": kill_reward_worker,
+    "learner killed": kill("LearnerActor"),
+    "controller killed": signal_controller(signal.SIGKILL),
+    "controller stopped": stop(""),
+    "asked to end (SIGTERM)": signal_controller(signal.SIGTERM),
+    "Ray's node killed": kill("raylet/raylet"),
+}
+
+
+# ---------------------------------------------------------------- the run
+
+
+def recover(run: Run) -> tuple[float, int]:
+    """Until a step is done that was not, starting the run again where it ended: seconds, and starts."""
+    began, before, starts = time.monotonic(), run.step(), 0
+    while run.step() <= before:
+        if run.exit_code is not None:
+            log.info("the run ended with exit code %s: started again", run.exit_code)
+            run.start()
+            starts += 1
+            before = -1 if run.step() < 0 else before
+        if time.monotonic() - began > RECOVERY_TIMEOUT_S:
+            raise SystemExit(f"no step within {RECOVERY_TIMEOUT_S:.0f} s, after:\n{run.tail()}")
+        if starts and run.step() < before:
+            before = run.step()  # rolled back to the checkpoint
+        time.sleep(0.1)
+    return time.monotonic() - began, starts
+
+
+def verify(run: Run, config: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """What the run came to. AssertionError where something was lost, or there twice, or too old."""
+    bound = load_config(config, [*SETTINGS, *overrides]).schedule.max_staleness
+    ends, lines = run.lines("ledger.jsonl"), run.lines("metrics.jsonl")
+    ordinals = sorted(end["ordinal"] for end in ends)
+    assert ordinals == list(range(len(ordinals))), "an ordinal was lost, or retired twice"
+    steps = [line["step"] for line in lines]
+    assert steps == list(range(len(steps))), f"steps {steps}"
+    largest = max(line.get("staleness/max", 0) for line in lines)
+    assert largest <= bound, f"lag {largest}, max_staleness {bound}"
+    failed = lines[-1]["ledger/failed"]
+    deadline = time.monotonic() + 30
+    while run.processes() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    left = [" ".join(process.cmdline())[:100] for process in run.processes()]
+    assert not left, f"left behind: {left}"
+    return {
+        "steps": steps[-1],
+        "ordinals": len(ordinals),
+        "lost": 0,
+        "repeated": 0,
+        "failed": failed,
+        "lag_max": largest,
+        "processes_left": 0,
+    }
+
+
+def perform(run: Run, minutes: float, chance: random.Random, most_s: float) -> dict[str, Any]:
+    """All faults; by name, each with its seconds until the next step."""
+    faults: list[dict[str, Any]] = []
+    memory: list[dict[str, float]] = []
+    began = time.monotonic()
+    run.start()
+    recover(run)
+    while time.monotonic() - began < 60 * minutes:
+        time.sleep(chance.uniform(1.0, most_s))
+        name = chance.choice(list(FAULTS))
+        step = run.step()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rss = run.controller.memory_info().rss / 1e6
+            memory.append({"life": run.lives, "step": step, "controller_mb": round(rss, 1)})
+        found = FAULTS[name](run, chance) if run.exit_code is None else None
+        if found is None:
+            continue
+        log.info("%.0f s, step %d: %s (%s)", time.monotonic() - began, step, name, found)
+        seconds, starts = recover(run)
+        faults.append({"fault": name, "step": step, "recovered_s": round(seconds, 1), "starts": starts})
+    # To its end: asked to stop where it stands, it goes on from there for a few steps.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        run.controller.send_signal(signal.SIGINT)
+    run.wait(RECOVERY_TIMEOUT_S)
+    run.start(f"run.steps={run.step() + LAST_STEPS}")
+    if (code := run.wait(RECOVERY_TIMEOUT_S)) != 0:
+        raise SystemExit(f"left alone, the run ended with exit code {code}, after:\n{run.tail()}")
+    return {"faults": faults, "controller_memory": memory}
+
+
+def table(faults: Sequence[dict[str, Any]]) -> str:
+    by_name: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for fault in faults:
+        by_name[fault["fault"]].append(fault)
+    lines = [
+        "| fault | times | started again | seconds until the next step: median | most |",
+        "| --- " * 5 + "|",
+    ]
+    for name, found in sorted(by_name.items()):
+        seconds = sorted(fault["recovered_s"] for fault in found)
+        restarted = sum(fault["starts"] > 0 for fault in found)
+        lines.append(
+            f"| {name} | {len(found)} | {restarted} | {seconds[len(seconds) // 2]:.1f} | {seconds[-1]:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--most-s", type=float, default=20.0, help="longest time between two faults")
+    parser.add_argument("--out", type=Path, default=Path("runs/chaos"))
+    parser.add_argument("overrides", nargs="*", metavar="KEY.SUB=VALUE")
+    asked = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    out = asked.out.resolve()
+    if (out / NAME).exists():
+        raise SystemExit(f"{out / NAME} exists: remove it, or give another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    run = Run(asked.config, out, asked.overrides)
+    try:
+        report = perform(run, asked.minutes, random.Random(asked.seed), asked.most_s)
+        report |= {"minutes": asked.minutes, "seed": asked.seed, "lives": run.lives}
+        report |= verify(run, asked.config, asked.overrides)
+    finally:
+        for process in run.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    (out / "chaos.json").write_text(json.dumps(report, indent=1) + "\n")
+    sys.stdout.write(table(report["faults"]) + "\n\n")
+    sys.stdout.write(json.dumps({k: v for k, v in report.items() if k != "controller_memory"}) + "\n")
+    sizes = [entry["controller_mb"] for entry in report["controller_memory"]]
+    sys.stdout.write(f"controller's memory: {sizes[0]:.0f} MB at first, {sizes[-1]:.0f} MB at last\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""What the simulator says of configs that it was not calibrated on, and what they come to for real.
+
+    python benchmarks/predictions.py [--steps 30] [--repeats 2] [--out docs/predictions.json]
+    python benchmarks/predictions.py --report            the page, of what there is
+
+All costs come from one synchronous run of configs/bench-cpu.yaml, measured as ``asyncrl tune`` does. Each
+target differs from it in several of task, lengths, batch, slots and schedule, and runs for real, synchronous
+and as it stands, in turn. Of a target the simulation gets its config and the lengths of its answers (those of
+its synchronous run): how long they are is the workload, how long they take is predicted.
+
+Writes the figures and, beside them, a page. What is in the file with the same settings is not measured again.
+All of it takes about 12 minutes on 2 quiet CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl.bench.figures import Figures, Window, measure
+from asyncrl.bench.machine import describe_machine
+from asyncrl.bench.modes import MODES, overrides_of
+from asyncrl.bench.runs import QUIET, claim_folder, measure_variants, train_once
+from asyncrl.config import Config
+from asyncrl.config_load import load_config
+from asyncrl.recorded import read_run
+from asyncrl.simulate.run import simulate
+from asyncrl.tune.costs import Costs, measure_costs
+from asyncrl.tune.search import Candidate, Laboratory, current, with_lengths
+
+ROOT = Path(__file__).parent.parent
+CALIBRATION = ROOT / "configs" / "bench-cpu.yaml"
+CALIBRATION_STEPS = 30
+WARM_UP = 5
+COUNTING = "data.train={{python: 'asyncrl.examples.counting:rows', args: {{count: 4000, sigma: {sigma}}}}}"
+CORES = ("generators.cpu_cores=[0]", "learner.cpu_cores=[1]")
+TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "addition: even lengths, D=1, S=2": ("quickstart", CORES),
+    "counting: shorter tail, 24 groups of 4, 48 slots, D=1, S=1": (
+        "bench-cpu",
+        (
+            COUNTING.format(sigma=0.5),
+            "rollout.group_size=4",
+            "rollout.groups_per_step=24",
+            "generators.slots=48",
+            "schedule.pipeline_depth=1",
+            "schedule.max_staleness=1",
+        ),
+    ),
+    "counting: 12 groups of 8, 32 slots, D=3, S=6, each 2nd version pushed": (
+        "bench-cpu",
+        (
+            "rollout.groups_per_step=12",
+            "generators.slots=32",
+            "schedule.pipeline_depth=3",
+            "schedule.max_staleness=6",
+            "schedule.publish_every=2",
+        ),
+    ),
+}
+"""By name: the file in configs/, and the settings on top of it."""
+SYNCHRONOUS = Candidate(0, 0, 1, 0)
+log = logging.getLogger("predictions")
+
+
+def calibrate() -> Costs:
+    """The costs of one synchronous run of the calibration's config."""
+    folder = claim_folder(load_config(CALIBRATION), "calibration")
+    settings = [*QUIET, *MODES["sync"], f"run.steps={CALIBRATION_STEPS}", "log.trace_mb=64"]
+    train_once(CALIBRATION, folder, "calibration", settings)
+    return measure_costs(read_run(folder / "calibration"))
+
+
+def compare(config: Config, costs: Costs, steps: int, repeats: int) -> dict[str, Any]:
+    """One target by mode: the figures of each real run, and the simulation's."""
+    folder = claim_folder(config, "prediction")
+    window = Window(WARM_UP, steps, config.schedule.pipeline_depth + 1)
+    variants = {mode: (*overrides_of(mode, config), "log.trace_mb=64") for mode in MODES}
+    real = measure_variants(config, variants, window, repeats=repeats, folder=folder, config_name="target")
+    lengths = measure_costs(read_run(folder / "sync-0")).lengths
+    laboratory = Laboratory(config, replace(costs, lengths=lengths))
+    slots = config.generators.slots
+    candidates = {"sync": replace(SYNCHRONOUS, slots=slots), "async": current(config)}
+    found: dict[str, Any] = {}
+    for mode, candidate in candidates.items():
+        simulation = with_lengths(laboratory.simulation(candidate, window.total), lengths)
+        simulated = measure(simulate(simulation).lines, window)
+        found[mode] = {"real": [shown(run) for run in real[mode]], "simulated": shown(simulated)}
+    return found
+
+
+def shown(figures: Figures) -> dict[str, float]:
+    return {
+        "tokens_per_s": figures.tokens_per_s,
+        "lag_mean": figures.lag_mean,
+        "step_s": figures.step_s,
+        "train_s": figures.train_s,
+        "generate_s": figures.generate_s,
+        "generator_busy": figures.generator_busy,
+        "learner_busy": figures.learner_busy,
+    }
+
+
+# ---------------------------------------------------------------- page
+
+
+def median(mode: dict[str, Any], figure: str) -> float:
+    return statistics.median(run[figure] for run in mode["real"])
+
+
+def error(mode: dict[str, Any]) -> float:
+    """Of the simulated speed, as a share of the measured one."""
+    return float(mode["simulated"]["tokens_per_s"] / median(mode, "tokens_per_s") - 1)
+
+
+def page(document: dict[str, Any]) -> str:
+    lines = [
+        "# Simulated and measured",
+        "",
+        "What `asyncrl tune` and `asyncrl simulate` predict of configs that they were not calibrated on, by",
+        "`benchmarks/predictions.py`. All costs are of one synchronous run of `configs/bench-cpu.yaml`; of",
+        "each target the simulation knows the config, and the lengths of the answers in its synchronous run.",
+        "",
+        f"Machine: {document['machine']['processor']}, {document['machine']['cores']} cores. "
+        f"{document['steps']} steps, median of {document['repeats']} runs of each, interleaved.",
+        "",
+        "| target | mode | tokens/s simulated | measured (each run) | error | mean lag simulated | measured "
+        "|",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, modes in document["targets"].items():
+        for mode, found in modes.items():
+            each = ", ".join(f"{run['tokens_per_s']:,.0f}" for run in found["real"])
+            lines.append(
+                f"| {name} | {mode} | {found['simulated']['tokens_per_s']:,.0f} "
+                f"| {median(found, 'tokens_per_s'):,.0f} ({each}) | {error(found):+.1%} "
+                f"| {found['simulated']['lag_mean']:.2f} | {median(found, 'lag_mean'):.2f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+# ---------------------------------------------------------------- all of it
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=30, help="steps in the window (default 30)")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each mode (default 2)")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "predictions.json")
+    parser.add_argument("--report", action="store_true", help="only write the page again")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    settings = {"steps": args.steps, "repeats": args.repeats}
+    document = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if not args.report:
+        if any(document.get(name) != value for name, value in settings.items()):
+            document = {**settings, "machine": describe_machine(), "targets": {}}
+        measure_all(document, args.out)
+    args.out.with_suffix(".md").write_text(page(document))
+
+
+def measure_all(document: dict[str, Any], out: Path) -> None:
+    """Measure what ``document`` lacks, and write it after each target."""
+    missing: Sequence[str] = [name for name in TARGETS if name not in document["targets"]]
+    if not missing:
+        return
+    costs = calibrate()
+    for name in missing:
+        file, overrides = TARGETS[name]
+        config = load_config(ROOT / "configs" / f"{file}.yaml", overrides)
+        found = compare(config, costs, document["steps"], document["repeats"])
+        document["targets"][name] = found
+        out.write_text(json.dumps(document, indent=1) + "\n")
+        for mode, figures in found.items():
+            log.info("%s, %s: simulated speed is off by %+.1f %%", name, mode, 100 * error(figures))
+
+
+if __name__ == "__main__":
+    main()
