@@ -224,10 +224,27 @@ def export(
         Path, typer.Argument(help="A checkpoint's folder, or a run's: then its best one.", metavar="FOLDER")
     ],
     to: Annotated[Path, typer.Option("--to", help="The folder to make.", metavar="FOLDER")],
+    deepspeed_of: Annotated[
+        str | None,
+        typer.Option(help="FOLDER is a checkpoint that DeepSpeed wrote, of this model.", metavar="MODEL"),
+    ] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option(help="Run the code that DeepSpeed's files may hold: for those you trust.")
+    ] = False,
 ) -> None:
     """Write the policy of a checkpoint as a folder that transformers and vLLM load."""
     with _exit_codes():
         logging.basicConfig(level=logging.INFO, format="%(message)s")
+        if deepspeed_of is not None:
+            if not allow_pickle:
+                raise UsageError(
+                    f"{checkpoint}: DeepSpeed's checkpoints are pickles, which run the code that is in them: "
+                    "give --allow-pickle if they are your own"
+                )
+            from asyncrl.learners.deepspeed_import import import_deepspeed
+
+            import_deepspeed(checkpoint, to, deepspeed_of, trust_remote_code=False)
+            return
         from rich.console import Console
 
         from asyncrl.export import config_of, find_checkpoint

@@ -10,7 +10,8 @@ from tests.e2e.deepspeed_worker import Rank, learner, share_of, state_digest, to
 
 def train_and_save(at: Rank, end: int, save_at: int, target: Path) -> dict[str, Any]:
     """Steps 0 to ``end`` on the recorded batches; the state of ``save_at`` is written after the last, and
-    the weights alone of ``end`` into a folder ``weights`` beside it."""
+    the weights alone of ``end`` into a folder ``weights`` beside it, and by DeepSpeed with ZeRO itself into
+    ``deepspeed``."""
     with learner(at) as (rank, _):
         norms, digests = [], []
         for version in range(end):
@@ -21,6 +22,8 @@ def train_and_save(at: Rank, end: int, save_at: int, target: Path) -> dict[str, 
         files = rank.write_state(target)
         rank.copy_state(weights_only=True)
         rank.write_state(target / "weights")
+        if at.backend == "deepspeed" and at.stage:
+            rank._engine._engine.save_checkpoint(str(target / "deepspeed"))
         return {
             "norms": norms,
             "digests": digests,

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from asyncrl.checkpoint.files import measure
 from asyncrl.config import AlgorithmSection, ReferenceSection
 from asyncrl.errors import CheckpointError
+from asyncrl.learners.deepspeed_import import import_deepspeed
 from asyncrl.learners.state_files import SavedState
 from tests.e2e.deepspeed_worker import run_ranks
 from tests.e2e.state_worker import resume, train_and_save
@@ -138,6 +140,21 @@ def test_weights_alone_are_the_policys_and_nothing_else(
             # Masters: rounded to what the model computes in, they are its parameters.
             found = saved.read("weight", name).to(getattr(torch, setup[-1])).float()
             np.testing.assert_array_equal(found.view(parameter.shape).numpy(), parameter)
+
+
+@pytest.mark.parametrize("setup", SETUPS[1:3], ids=str)
+def test_what_deepspeed_saved_itself_can_be_imported(
+    folder: Path, undisturbed: dict[Setup, list[dict[str, Any]]], setup: Setup
+) -> None:
+    source, target = saved_by(folder, setup) / "deepspeed", saved_by(folder, setup) / "imported"
+    import_deepspeed(source, target, str(folder), trust_remote_code=False)
+    imported = dict(AutoModelForCausalLM.from_pretrained(target).named_parameters())
+    for name, parameter in undisturbed[setup][0]["parameters"].items():
+        np.testing.assert_array_equal(imported[name].detach().numpy(), parameter)
+    with pytest.raises(CheckpointError, match="is there already"):
+        import_deepspeed(source, target, str(folder), trust_remote_code=False)
+    with pytest.raises(CheckpointError, match="found no file 'latest'"):
+        import_deepspeed(saved_by(folder, setup), target / "other", str(folder), trust_remote_code=False)
 
 
 def test_a_reference_in_the_learner_goes_on_too(folder: Path) -> None:

@@ -57,6 +57,8 @@ def test_runs_are_interleaved_and_leave_their_figures(
         assert not asked.checkpoint.at_end
         assert not asked.checkpoint.keep_best
         assert asked.checkpoint.resume == "never"
+        # A model that an earlier run made in run.dir is there for these too.
+        assert (Path(asked.run.dir) / ".models").resolve() == (tmp_path / ".models").resolve()
         ran.append(asked.run.name)
         depth, bound = asked.schedule.pipeline_depth, asked.schedule.max_staleness
         schedule = {"pipeline_depth": depth, "max_staleness": bound}

@@ -126,3 +126,12 @@ def test_a_failed_run_exits_with_1(folder: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("arguments", [["train"], ["nonsense"], ["check", "--config"], ["check", "--nope"]])
 def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     assert run(*arguments)[0] == 2
+
+
+def test_pickles_of_deepspeed_are_read_only_where_that_was_allowed(folder: Path) -> None:
+    code, output = run("export", "saved", "--to", "out", "--deepspeed-of", "model")
+    assert code == 2
+    assert "give --allow-pickle if they are your own" in output
+    code, output = run("export", "saved", "--to", "out", "--deepspeed-of", "model", "--allow-pickle")
+    assert code == 2
+    assert "found no file 'latest' in saved" in output
