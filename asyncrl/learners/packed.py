@@ -86,7 +86,7 @@ def require_exact_sharing(model: Any, dtype: str, device: torch.device) -> None:
         )
     try:
         difference = sharing_difference(model, int(config.vocab_size), device)
-    except TypeError as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"learner.shared_prompts: found true with {name}, which does not take position_ids and an "
             f"attention_mask: {error}; expected a model of attention layers, or learner.shared_prompts false"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,24 +20,13 @@ from asyncrl.learners.objective import Objective, Tally
 from asyncrl.learners.packed import TOLERANCE, require_exact_sharing
 from asyncrl.learners.packing import pack_prompts, plan_step
 from asyncrl.learners.policy import selected_logits
-from asyncrl.types import Group, TrajectoryMeta
-from tests.unit.recorded_batches import MAX_AGE, batch_of, record_batch, shares
+from asyncrl.types import TrajectoryMeta
+from tests.unit.recorded_batches import MAX_AGE, batch_of, one_prompt_a_group, record_batch, shares
 from tests.unit.test_packed import EXACT, LEAKING, tiny
 from tests.unit.test_packing import groups as group_lists
 
 CPU = torch.device("cpu")
 FULL = sorted(family for family, options in EXACT.items() if "sliding_window" not in options)
-
-
-def one_prompt_a_group(groups: list[Group]) -> list[Group]:
-    """As in a run; one answer of the first has a prompt of its own, as where a history was rewritten."""
-    made = []
-    for g, group in enumerate(groups):
-        first, *others = group.trajectories
-        kept = others[-1:] if g == 0 else []
-        same = [replace(t, prompt_ids=first.prompt_ids) for t in others[: len(others) - len(kept)]]
-        made.append(replace(group, trajectories=(first, *same, *kept)))
-    return made
 
 
 def step(layout: Layout, micro_batch_tokens: int = 10**6) -> RankStep:
@@ -65,7 +53,8 @@ def test_gradients_are_those_of_a_prompt_each(family: str, attention: str) -> No
     assert expected.abs().max() > 1e-4
     # All in one micro-batch, and in several, in some of which a prompt is computed again.
     for budget in (10**6, 40):
-        assert (gradient(model, step("shared", budget), "shared") - expected).abs().max() <= 1e-12
+        difference = (gradient(model, step("shared", budget), "shared") - expected).abs().max()
+        assert difference <= 1e-6 * expected.abs().max()  # norms are computed in float32 in any dtype
     require_exact_sharing(model.float(), "float32", CPU)
 
 
