@@ -383,4 +383,14 @@ def _other(config: Config) -> list[str]:
             "learner.attention: found 'flash_attention_2' with run.deterministic true, whose gradients "
             "differ from run to run; expected sdpa or eager"
         )
+    if config.learner.shared_prompts and config.learner.packing:
+        problems.append(
+            "learner.shared_prompts: found true with learner.packing true; expected one of them: each says "
+            "what shares a row"
+        )
+    if config.learner.shared_prompts and attention == "flash_attention_2":
+        problems.append(
+            "learner.shared_prompts: found true with learner.attention 'flash_attention_2', which takes no "
+            "mask; expected auto, sdpa or eager"
+        )
     return problems

@@ -123,11 +123,12 @@ def _layers(config: Config) -> list[str]:
 def _sequences(config: Config) -> list[str]:
     learner, problems = config.learner, []
     name = f"learner.sequence_parallel {learner.sequence_parallel}"
-    if learner.packing:
-        problems.append(
-            f"learner.packing: found true with {name}, whose attention takes no mask that would keep answers "
-            "in a row apart; expected false, or sequence_parallel 1"
-        )
+    problems += [
+        f"learner.{key}: found true with {name}, whose attention takes no mask that would keep answers in a "
+        "row apart; expected false, or sequence_parallel 1"
+        for key in ("packing", "shared_prompts")
+        if getattr(learner, key)
+    ]
     if learner.attention not in ("auto", "sdpa"):
         problems.append(
             f"learner.attention: found {learner.attention!r} with {name}; expected auto or sdpa, which it "

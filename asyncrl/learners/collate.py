@@ -8,7 +8,8 @@ Invariants:
   and a sampled EOS is trained like any other token. Under causal attention no real token sees the
   padding, so that no attention mask is needed either.
 - Samples that share a row are told apart by ``position_ids`` alone, which start at 0 with each of them
-  and count up by 1 within it; a padding token is a sample of its own.
+  and count up by 1 within it; a padding token is a sample of its own. Where they share a prompt too,
+  ``segments`` tell them apart, and ``position_ids`` are those that each would have alone.
 - ``positions`` name the inputs whose outputs predict trained tokens, and nothing else: logits are
   computed for those alone.
 """
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from asyncrl.errors import InvariantError
 from asyncrl.learners.base import TrainSample
-from asyncrl.learners.layout import Layout, lay_out
+from asyncrl.learners.layout import Layout, Places, lay_out, lay_out_shared
 from asyncrl.types import token_lags
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class MicroBatch:
     proximal: Tensor | None = None  # (B, T) float32, log p; None where p is the policy as it is
     reference: Tensor | None = None  # (B, T) float32, log-probs of the reference; None without one
     position_ids: Tensor | None = None  # (R, L) int64; None where every row is one sample
+    segments: Tensor | None = None  # (R, L) int64: 0 a prompt, k its k-th answer, -1 padding; None: no shares
     part: Part | None = None  # where ranks share the rows, whose columns the inputs are
 
 
@@ -62,11 +64,12 @@ def collate(
         if len(sample.trajectory.prompt_ids) == 0:
             raise InvariantError(f"{_name(sample)} has a prompt of 0 tokens, expected at least 1")
     rows = max(len(samples), 1)
-    places = lay_out([len(t.prompt_ids) + len(t.token_ids) for t in trajectories], layout)
+    places = _places(samples, layout)
     response = max((len(t.token_ids) for t in trajectories), default=1)
     # The last token of a sample predicts nothing that is trained, so it is no input.
     input_ids = np.zeros((places.rows, max(places.width - 1, 1)), np.int64)
     position_ids = None if layout == "padded" else np.zeros_like(input_ids)
+    segments = np.full_like(input_ids, -1) if layout == "shared" else None
     mask = np.zeros((rows, response), np.bool_)
     behaviour = np.zeros((rows, response), np.float32)
     by_token = any(sample.token_advantages is not None for sample in samples)
@@ -83,10 +86,15 @@ def collate(
         prompt, length = len(t.prompt_ids), len(t.token_ids)
         at, start = places.places[row]
         tokens = np.concatenate([t.prompt_ids, t.token_ids])
-        own = slice(start, start + len(tokens) - 1)
-        input_ids[at, own] = tokens[:-1]
+        columns = start + np.arange(len(tokens) - 1)
+        if places.answers is not None:
+            columns[prompt:] += places.answers[row] - prompt
+        input_ids[at, columns] = tokens[:-1]
         if position_ids is not None:
-            position_ids[at, own] = np.arange(len(tokens) - 1)
+            position_ids[at, columns] = np.arange(len(tokens) - 1)
+        if segments is not None:
+            segments[at, columns[:prompt]] = 0
+            segments[at, columns[prompt:]] = row + 1
         mask[row, :length] = t.loss_mask
         behaviour[row, :length] = t.logprobs
         if sample.token_advantages is None:
@@ -100,7 +108,7 @@ def collate(
         # What follows a masked token was sampled with keys and values of an older version.
         fresh[row] = not sample.masked and bool(np.all(t.versions[t.loss_mask] == version))
         trained = np.flatnonzero(t.loss_mask)
-        positions.append(at * input_ids.shape[1] + start + prompt - 1 + trained)
+        positions.append(at * input_ids.shape[1] + columns[prompt - 1 + trained])
         targets.append(t.token_ids[trained].astype(np.int64))
         ages[row, trained] = token_lags(version, t.versions[trained])
 
@@ -119,7 +127,17 @@ def collate(
         proximal=None if proximal is None else to_device(proximal),
         reference=None if reference is None else to_device(reference),
         position_ids=None if position_ids is None else to_device(position_ids),
+        segments=None if segments is None else to_device(segments),
     )
+
+
+def _places(samples: Sequence[TrainSample], layout: Layout) -> Places:
+    prompts = [len(s.trajectory.prompt_ids) for s in samples]
+    answers = [len(s.trajectory.token_ids) for s in samples]
+    if layout == "shared":
+        keys = [(s.ordinal, s.trajectory.prompt_ids.tobytes()) for s in samples]
+        return lay_out_shared(keys, prompts, answers)
+    return lay_out([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)], layout)
 
 
 def _name(sample: TrainSample) -> str:

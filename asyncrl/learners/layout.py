@@ -2,21 +2,22 @@
 
 ``padded``: a row each, padded to the longest. ``packed``: as many in a row as fit into the length of the
 longest, one after the other. ``one_row``: all in a single row, for kernels that compute nothing between
-two sequences; a mask would cost them the square of the row.
+two sequences; a mask would cost them the square of the row. ``shared``: a row for each prompt, with all of
+its answers behind it.
 
 Invariants:
-- A sequence lies in one piece, and no two overlap.
+- A sequence lies in one piece, and no two overlap; shared prompts alone are apart from their answers.
 - The layout of a micro-batch depends on the lengths of its sequences, in their order, and nothing else:
   the planner and ``collate`` find the same one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Layout = Literal["padded", "packed", "one_row"]
+Layout = Literal["padded", "packed", "one_row", "shared"]
 
 
 @dataclass(slots=True)
@@ -43,6 +44,8 @@ class Places:
     places: tuple[tuple[int, int], ...]
     rows: int
     width: int
+    answers: tuple[int, ...] | None = None
+    """First column of each answer, where it does not follow its prompt at once."""
 
 
 def lay_out(lengths: Sequence[int], layout: Layout) -> Places:
@@ -59,3 +62,30 @@ def lay_out(lengths: Sequence[int], layout: Layout) -> Places:
             rows.append(Row(width))
         places.append((number, rows[number].put(length)))
     return Places(tuple(places), max(len(rows), 1), max((row.filled for row in rows), default=1) or 1)
+
+
+def shared_row(prompt: int, answers: Sequence[int]) -> int:
+    """Tokens of a row with one prompt and its answers. The last token of an answer is no input."""
+    return prompt + sum(answers) - len(answers) + 1
+
+
+def lay_out_shared(prompts: Sequence[Hashable], lengths: Sequence[int], answers: Sequence[int]) -> Places:
+    """Places of answers whose neighbours with an equal one of ``prompts`` share it, and its row.
+
+    ``lengths``: tokens of each one's prompt; ``answers``: of each answer.
+    """
+    places: list[tuple[int, int]] = []
+    starts: list[int] = []
+    width = end = 1
+    before: Hashable | None = None
+    for prompt, length, answer in zip(prompts, lengths, answers, strict=True):
+        if not places or prompt != before:
+            places.append((places[-1][0] + 1 if places else 0, 0))
+            end = length
+        else:
+            places.append(places[-1])
+        before = prompt
+        starts.append(end)
+        end += answer - 1
+        width = max(width, end + 1)
+    return Places(tuple(places), places[-1][0] + 1 if places else 1, width, tuple(starts))

@@ -4,7 +4,7 @@ Invariants:
 - Whole groups go to ranks, so that a rank fetches only its own groups' payloads.
 - Every trajectory with a trained token is in exactly one micro-batch of exactly one rank.
 - rows * longest row <= ``micro_batch_tokens`` in every micro-batch, padding included. A row is one
-  trajectory, or with packing as many as fit into it.
+  trajectory, with packing as many as fit into it, or with shared prompts one prompt and its answers.
 - A trajectory without a trained token is in no micro-batch: it has no share in the gradient.
 - All ranks have the same number of micro-batches, the last ones empty where a rank has fewer:
   forward and backward passes are collective.
@@ -19,7 +19,7 @@ from itertools import chain, pairwise
 
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.learners.base import MiniBatch
-from asyncrl.learners.layout import Layout, Row
+from asyncrl.learners.layout import Layout, Row, shared_row
 from asyncrl.types import Batch, GroupMeta, TrajectoryMeta
 
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -105,13 +105,18 @@ def _plan_part(
     section: str,
 ) -> tuple[list[tuple[int, ...]], list[MicroBatches]]:
     """For each rank the items of one optimizer update, and their trajectories in micro-batches."""
-    owned = [
-        tuple(part[i] for i in items) for items in _assign([sum(_lengths(metas[i])) for i in part], ranks)
-    ]
-    packed = [
-        pack_rows([n for i in items for n in _lengths(metas[i])], micro_batch_tokens, layout, section)
-        for items in owned
-    ]
+    loads = [_load(metas[i], layout) for i in part]
+    owned = [tuple(part[i] for i in items) for items in _assign(loads, ranks)]
+    if layout == "shared":
+        packed = [
+            pack_prompts([metas[i].trajectories for i in items], micro_batch_tokens, section)
+            for items in owned
+        ]
+    else:
+        packed = [
+            pack_rows([n for i in items for n in _lengths(metas[i])], micro_batch_tokens, layout, section)
+            for items in owned
+        ]
     # At least one, because an update is a collective call even where nobody has anything to train.
     count = max(1, *(len(micro_batches) for micro_batches in packed))
     return owned, [micro_batches + ((),) * (count - len(micro_batches)) for micro_batches in packed]
@@ -120,6 +125,14 @@ def _plan_part(
 def _cuts(count: int, parts: int) -> list[int]:
     """Where ``count`` things are cut into parts whose sizes differ by at most 1."""
     return [count * i // parts for i in range(parts + 1)]
+
+
+def _load(meta: GroupMeta, layout: Layout) -> int:
+    """Tokens that a group costs its rank."""
+    if layout != "shared":
+        return sum(_lengths(meta))
+    trained = [t for t in meta.trajectories if t.loss_tokens]
+    return sum(t.response_tokens for t in trained) + sum({t.prompt_tokens for t in trained})
 
 
 def _lengths(meta: GroupMeta) -> list[int]:
@@ -151,15 +164,56 @@ def pack_rows(
     ``micro_batch_tokens``, a key of ``section``.
     """
     order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i))
-    if order and lengths[order[0]] > micro_batch_tokens:
-        raise ConfigError(
-            f"a sequence has {lengths[order[0]]} tokens, {section}.micro_batch_tokens is "
-            f"{micro_batch_tokens}: raise it to at least {lengths[order[0]]}, or lower "
-            "data.max_prompt_tokens or rollout.max_new_tokens"
-        )
+    _require_room(max(lengths, default=0), micro_batch_tokens, section)
     if layout == "padded":
         return _one_a_row(lengths, order, micro_batch_tokens)
     return _many_a_row(lengths, order, micro_batch_tokens, one_row=layout == "one_row")
+
+
+def pack_prompts(
+    groups: Sequence[Sequence[TrajectoryMeta]], micro_batch_tokens: int, section: str = "learner"
+) -> MicroBatches:
+    """A row for each prompt and its answers, the longest rows first; indices into all trajectories.
+
+    Prompts of a group are the same where they are equally long, as far as their lengths tell. Where the
+    answers to one do not fit into ``micro_batch_tokens`` together, it is computed once more. Trajectories
+    without a trained token are left out. Raises ConfigError as ``pack_rows``.
+    """
+    rows: list[tuple[int, tuple[int, ...]]] = []  # (tokens, members)
+    first = 0
+    for group in groups:
+        by_prompt: dict[int, list[int]] = {}
+        for i, t in enumerate(group):
+            if t.loss_tokens:
+                by_prompt.setdefault(t.prompt_tokens, []).append(i)
+        for prompt, members in by_prompt.items():
+            row: list[int] = []
+            tokens = 0
+            for i in members:
+                alone = prompt + group[i].response_tokens
+                _require_room(alone, micro_batch_tokens, section)
+                longer = shared_row(prompt, [group[k].response_tokens for k in (*row, i)])
+                if longer > micro_batch_tokens:
+                    rows.append((tokens, tuple(first + k for k in row)))
+                    row, longer = [], alone
+                row.append(i)
+                tokens = longer
+            rows.append((tokens, tuple(first + k for k in row)))
+        first += len(group)
+    lengths = [tokens for tokens, _ in rows]
+    order = sorted(range(len(rows)), key=lambda r: (-lengths[r], r))
+    return tuple(
+        tuple(i for r in together for i in rows[r][1])
+        for together in _one_a_row(lengths, order, micro_batch_tokens)
+    )
+
+
+def _require_room(tokens: int, micro_batch_tokens: int, section: str) -> None:
+    if tokens > micro_batch_tokens:
+        raise ConfigError(
+            f"a sequence has {tokens} tokens, {section}.micro_batch_tokens is {micro_batch_tokens}: raise it "
+            f"to at least {tokens}, or lower data.max_prompt_tokens or rollout.max_new_tokens"
+        )
 
 
 def _one_a_row(lengths: Sequence[int], order: Sequence[int], micro_batch_tokens: int) -> MicroBatches:

@@ -41,7 +41,7 @@ from asyncrl.learners.engines import make_engine
 from asyncrl.learners.lora import LoraAdapter
 from asyncrl.learners.masking import check_staleness, mask_stale
 from asyncrl.learners.objective import Objective, Tally
-from asyncrl.learners.packed import require_exact_packing
+from asyncrl.learners.packed import require_exact_packing, require_exact_sharing
 from asyncrl.learners.policy import load_policy, manifest_of, save_policy, select_at_head, selected_logits
 from asyncrl.learners.preferences import Preferences
 from asyncrl.learners.probe import Probe
@@ -152,6 +152,8 @@ class PolicyRank:
             self._resident = ResidentReference(self._engine, every=reference.refresh_every, ema=reference.ema)
         if self._settings.packing:
             require_exact_packing(self._engine, self._model_section.dtype, self._device)
+        if self._settings.shared_prompts:
+            require_exact_sharing(self._engine, self._model_section.dtype, self._device)
         log.info(
             "learner rank %d of %d: %d parameters, %d trained",
             self._rank,
@@ -252,7 +254,9 @@ class PolicyRank:
 
     def _logits(self, batch: MicroBatch) -> Tensor:
         """(N, V); collective."""
-        return selected_logits(self._engine, batch.input_ids, batch.positions, batch.position_ids)
+        return selected_logits(
+            self._engine, batch.input_ids, batch.positions, batch.position_ids, batch.segments
+        )
 
     def _with_advantages(self, share: RankStep) -> tuple[TrainSample, ...]:
         """The samples with what the learner has to add to their advantages; collective."""

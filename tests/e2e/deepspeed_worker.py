@@ -32,7 +32,14 @@ from asyncrl.learners.layout import Layout
 from asyncrl.learners.policy_rank import PolicyRank
 from asyncrl.weight_sync.base import Manifest, plan_buckets
 from asyncrl.weight_sync.verify import state_checksum
-from tests.unit.recorded_batches import MAX_AGE, record_batch, shares, with_reference, with_values
+from tests.unit.recorded_batches import (
+    MAX_AGE,
+    one_prompt_a_group,
+    record_batch,
+    shares,
+    with_reference,
+    with_values,
+)
 
 DEADLINE_S = 300
 SCORED = tuple((5 * i + i * i) % 23 for i in range(30))
@@ -56,6 +63,8 @@ class Rank:
     lr: float = 1e-3
     dtype: str = "float32"
     packing: bool = False
+    shared_prompts: bool = False
+    """And groups of one prompt each."""
     sequence_parallel: int = 1
     tensor_parallel: int = 1
     checkpointing: bool = False
@@ -81,6 +90,7 @@ def learner(at: Rank) -> Iterator[tuple[PolicyRank, Manifest]]:
             warmup_steps=3,
             max_grad_norm=0.05,
             packing=at.packing,
+            shared_prompts=at.shared_prompts,
             sequence_parallel=at.sequence_parallel,
             tensor_parallel=at.tensor_parallel,
             gradient_checkpointing=at.checkpointing,
@@ -108,6 +118,8 @@ def share_of(
 ) -> RankStep:
     batch = record_batch(version, groups=groups)
     layout: Layout = "packed" if at.packing else "padded"
+    if at.shared_prompts:
+        batch, layout = one_prompt_a_group(batch), "shared"
     replicas = at.ranks // at.shared
     return shares(batch, version, replicas, micro_batch_tokens, advantage, layout=layout)[
         at.rank // at.shared

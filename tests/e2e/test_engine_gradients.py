@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.deepspeed_worker import gradients, run_ranks
 from tests.e2e.tiny_policy import save_tiny_policy
-from tests.unit.recorded_batches import record_batch, shares
+from tests.unit.recorded_batches import one_prompt_a_group, record_batch, shares
 
 SPLITS = [(3, 60), (5, 110), (1, 10_000)]
 """(groups, micro_batch_tokens): an odd number of groups leaves the ranks unequal work."""
@@ -23,10 +23,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_policy(tmp_path_factory.mktemp("deepspeed") / "model")
 
 
-def by_autograd(folder: Path, groups: int) -> dict[str, np.ndarray]:
+def by_autograd(folder: Path, groups: int, one_prompt: bool = False) -> dict[str, np.ndarray]:
     """Row by row, unpadded, in float64: with u = 1 the gradient is that of -w A log pi."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    (share,) = shares(record_batch(2, groups=groups), 2, 1, 10**6)
+    batch = record_batch(2, groups=groups)
+    (share,) = shares(one_prompt_a_group(batch) if one_prompt else batch, 2, 1, 10**6)
     for sample in share.samples:
         t = sample.trajectory
         tokens = torch.tensor([*t.prompt_ids.tolist(), *t.token_ids.tolist()])
@@ -74,3 +75,18 @@ def test_gradient_is_that_of_plain_autograd(
                 difference = np.abs(found[split][1][name] - expected).max()
                 assert difference <= 1e-5 * largest, (split, name, difference, largest)
     assert any(0 in found[0][0] for found in by_rank) == (ranks == 2)
+
+
+@pytest.mark.parametrize(("backend", "stage", "ranks"), [("deepspeed", 3, 2), ("fsdp2", 2, 1)])
+def test_answers_that_share_their_prompt_have_the_gradient_of_those_with_one_each(
+    folder: Path, backend: str, stage: int, ranks: int
+) -> None:
+    by_rank = run_ranks(
+        gradients, folder, backend=backend, stage=stage, ranks=ranks, shared_prompts=True, splits=SPLITS
+    )
+    for split, (groups, _) in enumerate(SPLITS):
+        reference = by_autograd(folder, groups, one_prompt=True)
+        largest = max(np.abs(g).max() for g in reference.values())
+        for found in by_rank:
+            for name, expected in reference.items():
+                assert np.abs(found[split][1][name] - expected).max() <= 1e-5 * largest, (split, name)

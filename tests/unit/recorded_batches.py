@@ -35,6 +35,17 @@ def record_batch(version: int, seed: int = 0, groups: int = 4, group_size: int =
     ]
 
 
+def one_prompt_a_group(groups: list[Group]) -> list[Group]:
+    """As in a run; one answer of the first has a prompt of its own, as where a history was rewritten."""
+    made = []
+    for g, group in enumerate(groups):
+        first, *others = group.trajectories
+        kept = others[-1:] if g == 0 else []
+        same = [replace(t, prompt_ids=first.prompt_ids) for t in others[: len(others) - len(kept)]]
+        made.append(replace(group, trajectories=(first, *same, *kept)))
+    return made
+
+
 def _trajectory(rng: np.random.Generator, sample: int, version: int) -> Trajectory:
     length = int(rng.integers(1, 25))
     oldest = max(version - int(rng.integers(0, MAX_AGE + 1)), 0)

@@ -43,6 +43,10 @@ def made(*overrides: str) -> Config:
             ("learner.sequence_parallel: found 2 with placement.mode colocated", "placement.mode split"),
         ),
         ((*SEQUENCE, "learner.packing=true"), ("learner.packing: found true", "expected false")),
+        (
+            (*SEQUENCE, "learner.shared_prompts=true"),
+            ("learner.shared_prompts: found true", "expected false"),
+        ),
         ((*SEQUENCE, "learner.attention=eager"), ("learner.attention: found 'eager'", "auto or sdpa")),
         ((*TENSOR, "learner.zero_stage=3"), ("learner.zero_stage: found 3", "at most 2")),
         ((*TENSOR, "learner.lora.rank=4"), ("learner.lora: found it set", "expected null")),
