@@ -114,6 +114,8 @@ def batch_metrics(version: int, metas: Sequence[GroupMeta]) -> Metrics:
         "reward/std": statistics.pstdev(rewards),
         "reward/max": max(rewards),
         "reward/min": min(rewards),
+        "prompt_length/mean": statistics.fmean(t.prompt_tokens for t in trajectories),
+        "prompt_length/max": float(max(t.prompt_tokens for t in trajectories)),
         "response_length/mean": statistics.fmean(lengths),
         "response_length/max": float(max(lengths)),
         "response_length/clip_ratio": statistics.fmean(t.finish_reason == "length" for t in trajectories),

@@ -5,8 +5,8 @@
 
 All costs come from one synchronous run of configs/bench-cpu.yaml, measured as ``asyncrl tune`` does. Each
 target differs from it in several of task, lengths, batch, slots and schedule, and runs for real, synchronous
-and as it stands, in turn. Of a target the simulation gets its config and the lengths of its answers (those of
-its synchronous run): how long they are is the workload, how long they take is predicted.
+and as it stands, in turn. Of a target the simulation gets its config and the lengths of its answers and prompts
+(those of its synchronous run): how long they are is the workload, how long they take is predicted.
 
 Writes the figures and, beside them, a page. What is in the file with the same settings is not measured again.
 All of it takes about 12 minutes on 2 quiet CPU cores.
@@ -83,13 +83,13 @@ def compare(config: Config, costs: Costs, steps: int, repeats: int) -> dict[str,
     window = Window(WARM_UP, steps, config.schedule.pipeline_depth + 1)
     variants = {mode: (*overrides_of(mode, config), "log.trace_mb=64") for mode in MODES}
     real = measure_variants(config, variants, window, repeats=repeats, folder=folder, config_name="target")
-    lengths = measure_costs(read_run(folder / "sync-0")).lengths
-    laboratory = Laboratory(config, replace(costs, lengths=lengths))
+    own = measure_costs(read_run(folder / "sync-0"))
+    laboratory = Laboratory(config, replace(costs, lengths=own.lengths, prompt_tokens=own.prompt_tokens))
     slots = config.generators.slots
     candidates = {"sync": replace(SYNCHRONOUS, slots=slots), "async": current(config)}
     found: dict[str, Any] = {}
     for mode, candidate in candidates.items():
-        simulation = with_lengths(laboratory.simulation(candidate, window.total), lengths)
+        simulation = with_lengths(laboratory.simulation(candidate, window.total), own.lengths)
         simulated = measure(simulate(simulation).lines, window)
         found[mode] = {"real": [shown(run) for run in real[mode]], "simulated": shown(simulated)}
     return found
@@ -125,7 +125,8 @@ def page(document: dict[str, Any]) -> str:
         "",
         "What `asyncrl tune` and `asyncrl simulate` predict of configs that they were not calibrated on, by",
         "`benchmarks/predictions.py`. All costs are of one synchronous run of `configs/bench-cpu.yaml`; of",
-        "each target the simulation knows the config, and the lengths of the answers in its synchronous run.",
+        "each target the simulation knows the config, and how long prompts and answers of its synchronous",
+        "run are.",
         "",
         f"Machine: {document['machine']['processor']}, {document['machine']['cores']} cores. "
         f"{document['steps']} steps, median of {document['repeats']} runs of each, interleaved.",

@@ -200,9 +200,15 @@ class RayLearner:
             # As arguments of their own, so that Ray resolves them in the rank's process.
             arguments += [(batch.version, batch.kl_coef, plan, groups, *payloads)] * settings.shared
         results: list[StepResult] = await self._ranks.each("step", arguments)
+        computed = {"perf/computed_tokens": float(sum(plan.computed_tokens for plan in plans))}
         offset = unix_offset()
         spans = (span for result in results for span in result.ranks)
-        return replace(results[0], ranks=tuple((begun - offset, ended - offset) for begun, ended in spans))
+        metrics = {**results[0].metrics, **computed}
+        return replace(
+            results[0],
+            metrics=metrics,
+            ranks=tuple((begun - offset, ended - offset) for begun, ended in spans),
+        )
 
     async def open_push_group(self, spec: PushGroupSpec, channel: Channel = "generators") -> None:
         await self._ranks.all("open_push_group", spec, channel, lane=self._push_lane)

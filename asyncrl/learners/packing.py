@@ -19,7 +19,7 @@ from itertools import chain, pairwise
 
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.learners.base import MiniBatch
-from asyncrl.learners.layout import Layout, Row, shared_row
+from asyncrl.learners.layout import Layout, Row, lay_out, lay_out_shared, shared_row
 from asyncrl.types import Batch, GroupMeta, TrajectoryMeta
 
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -41,6 +41,8 @@ class RankPlan:
     """Trajectories of the whole step with at least one trained token, over all ranks."""
     mini_batches: tuple[MiniBatch, ...] = ()
     """The micro-batches of each optimizer update, where the step has several."""
+    computed_tokens: int = 0
+    """Tokens of the rank's forward passes over its micro-batches, padding included."""
 
 
 def plan_step(
@@ -83,17 +85,33 @@ def plan_step(
                 )
             )
             start += sum(len(metas[i].trajectories) for i in owned[rank])
+        micro_batches = tuple(rows for update in updates for rows in update.micro_batches)
+        own = [(i, t) for i in items for t in metas[i].trajectories]
         plans.append(
             RankPlan(
                 items=items,
                 checksums=tuple(metas[i].checksum for i in items),
-                micro_batches=tuple(rows for update in updates for rows in update.micro_batches),
+                micro_batches=micro_batches,
                 loss_tokens=sum(t.loss_tokens for t in trajectories),
                 sequences=sum(t.loss_tokens > 0 for t in trajectories),
                 mini_batches=tuple(updates) if len(updates) > 1 else (),
+                computed_tokens=sum(_area([own[k] for k in rows], layout) for rows in micro_batches),
             )
         )
     return tuple(plans)
+
+
+def _area(members: Sequence[tuple[int, TrajectoryMeta]], layout: Layout) -> int:
+    """Tokens of one micro-batch as ``collate`` lays it out; of each member its item and itself."""
+    if not members:
+        return 0
+    if layout == "shared":
+        prompts = [t.prompt_tokens for _, t in members]
+        keys = [(item, t.prompt_tokens) for item, t in members]
+        places = lay_out_shared(keys, prompts, [t.response_tokens for _, t in members])
+    else:
+        places = lay_out([_length(t) for _, t in members], layout)
+    return places.rows * places.width
 
 
 def _plan_part(

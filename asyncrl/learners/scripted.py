@@ -52,6 +52,7 @@ class ScriptedLearner:
 
     ``bad_steps`` and ``dies_at`` name calls of ``step``, counted from 0 with skipped ones included;
     ``failed_pushes`` names calls of ``push``, which raise WeightSyncError when their time is over.
+    ``computed`` says how many tokens a step computes, for its metrics.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class ScriptedLearner:
         *,
         max_staleness: int,
         step_s: StepSeconds = 0.0,
+        computed: Callable[[Batch], int] | None = None,
         push_s: PushSeconds = 0.0,
         copy_s: float = 0.0,
         score_s: float = 0.0,
@@ -83,6 +85,7 @@ class ScriptedLearner:
         self.push_groups: list[PushGroupSpec] = []
         self._max_staleness = max_staleness
         self._step_s = step_s
+        self._computed = computed
         self._push_s = push_s
         self._copy_s = copy_s
         self._score_s = score_s
@@ -139,7 +142,10 @@ class ScriptedLearner:
         if not skipped:
             self.version += 1
         ranks = ((begun, begun + duration),)
-        return StepResult(skipped, {"actor/pg_loss": 0.0}, train_s=duration, ranks=ranks)
+        metrics = {"actor/pg_loss": 0.0}
+        if self._computed is not None:
+            metrics["perf/computed_tokens"] = float(self._computed(batch))
+        return StepResult(skipped, metrics, train_s=duration, ranks=ranks)
 
     async def open_push_group(self, spec: PushGroupSpec, channel: Channel = "generators") -> None:
         self._check_up()

@@ -18,6 +18,7 @@ from asyncrl.environments.base import ModelClient, RolloutResult
 from asyncrl.errors import RewardRaisedError
 from asyncrl.generators.local import LocalReplica
 from asyncrl.generators.scripted import ScriptedGenerator
+from asyncrl.learners.packing import plan_step
 from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.rollout import RolloutHost, Score
 from asyncrl.simulate.draws import uniform
@@ -99,25 +100,32 @@ def prefill_seconds(generation: GenerationSection) -> Callable[[GenerationReques
     return lambda request: seconds
 
 
-def update_seconds(config: SimulationConfig) -> Callable[[Batch], float]:
-    """What an update takes, by its batch."""
-    costs = config.workload.learner
-    token_s = costs.token_s * (costs.ranks or config.learner.ranks) / config.learner.ranks
+def computed_tokens(config: SimulationConfig) -> Callable[[Batch], int]:
+    """Tokens of an update's forward passes, padding included, in the micro-batches of ``config``."""
+    learner, mini_batches = config.learner, config.algorithm.mini_batches
 
-    def seconds(batch: Batch) -> float:
-        trajectories = (t for item in batch.items for t in item.meta.trajectories)
-        tokens = sum(t.prompt_tokens + t.response_tokens for t in trajectories)
-        return costs.step_s + token_s * tokens
+    def tokens(batch: Batch) -> int:
+        plans = plan_step(batch, learner.replicas, learner.micro_batch_tokens, mini_batches, learner.layout)
+        return sum(plan.computed_tokens for plan in plans)
 
-    return seconds
+    return tokens
+
+
+def batch_tokens(batch: Batch) -> int:
+    """Tokens of prompts and answers, as if no padding were computed."""
+    trajectories = (t for item in batch.items for t in item.meta.trajectories)
+    return sum(t.prompt_tokens + t.response_tokens for t in trajectories)
 
 
 def make_learner(config: SimulationConfig) -> ScriptedLearner:
     """The learner of the workload; it keeps no batch."""
-    push = config.workload.push
+    push, costs = config.workload.push, config.workload.learner
+    token_s = costs.token_s * (costs.ranks or config.learner.ranks) / config.learner.ranks
+    tokens = computed_tokens(config) if costs.padded else batch_tokens
     return ScriptedLearner(
         max_staleness=config.schedule.max_staleness,
-        step_s=update_seconds(config),
+        step_s=lambda batch: costs.step_s + token_s * tokens(batch),
+        computed=tokens if costs.padded else None,
         push_s=push.send_s,
         copy_s=push.copy_s,
         bad_steps=config.workload.failures.bad_steps,

@@ -98,6 +98,9 @@ class LearningSection(Section):
     """What every update takes."""
     token_s: NonNegativeFloat = 0.0
     """More for each token of its batch, prompts included, all ranks together."""
+    padded: bool = False
+    """Whether ``token_s`` is of every token that is computed, padding included, in the micro-batches that
+    ``learner`` asks for; otherwise padding costs nothing."""
     ranks: PositiveInt | None = None
     """Ranks that ``token_s`` is of: with twice as many a token takes half of it. Null: it is of
     ``learner.ranks``, however many."""

@@ -36,7 +36,8 @@ class Costs:
     update_s: float
     """Of an update, whatever its batch."""
     update_token_s: float
-    """More for each token of the batch's answers, all ranks together."""
+    """More for each token of the batch's answers, or if ``padded`` for each that is computed; all ranks
+    together."""
     ranks: int
     """Learner ranks that these are of."""
     overhead_s: float
@@ -52,6 +53,10 @@ class Costs:
     reward_mean: float
     lengths: tuple[int, ...]
     """Of all answers, in the order of prompts and samples."""
+    prompt_tokens: int = 1
+    """Of a prompt, on average; 1 where updates are not told by what they compute."""
+    padded: bool = False
+    """Whether updates are told by what they compute, prompts and padding included."""
 
     @property
     def most_running(self) -> int:
@@ -67,10 +72,11 @@ class Costs:
         share = self.ranks / ranks
         return {
             "lengths": {"values": [1]},
-            "generation": {"token_s": self._extended(), "prompt_tokens": 1},
+            "generation": {"token_s": self._extended(), "prompt_tokens": self.prompt_tokens},
             "learner": {
                 "step_s": self.update_s * share + self.overhead_s,
                 "token_s": self.update_token_s * share,
+                "padded": self.padded,
             },
             "push": {"send_s": self.send_s, "pause_s": self.pause_s, "copy_s": self.copy_s},
             "reward": {"mean": self.reward_mean, "score_s": self.score_s},
@@ -102,7 +108,9 @@ def measure_costs(run: RecordedRun) -> Costs:
     steps = steps[warm_up_steps(steps) :]
     events = read_trace(run.trace).events
     pushes = [event for event in events if event.name == "weight_sync"]
-    update_s, update_token_s = _fit_updates(steps)
+    padded = all("perf/computed_tokens" in line for line in steps if "perf/tokens_per_s" in line)
+    update_s, update_token_s = _fit_updates(steps, padded=padded)
+    prompts = _mean(line["prompt_length/mean"] for line in steps if "prompt_length/mean" in line)
     pushed = [line for line in steps if line.get("timing_s/weight_sync", 0.0) > 0]
     pause_s = _mean(line.get("timing_s/weight_pause", 0.0) for line in pushed)
     overlapped = bool(run.setting("weight_sync", "overlap"))
@@ -120,6 +128,8 @@ def measure_costs(run: RecordedRun) -> Costs:
         + _delay(events),
         reward_mean=min(1.0, max(0.0, _mean(rewards))),
         lengths=_lengths(run, events),
+        prompt_tokens=max(1, round(prompts)) if padded else 1,
+        padded=padded,
     )
 
 
@@ -137,10 +147,15 @@ def _unaccounted(line: Record) -> float:
     return float(line["timing_s/step"] - sum(line.get(f"timing_s/{phase}", 0.0) for phase in _ELSEWHERE))
 
 
-def _fit_updates(steps: Sequence[Record]) -> tuple[float, float]:
-    """Seconds of an update, and of each token of its answers; neither is negative."""
+def _fit_updates(steps: Sequence[Record], *, padded: bool) -> tuple[float, float]:
+    """Seconds of an update, and of each token of its answers, or that it computes; neither is negative."""
     timed = [line for line in steps if "perf/tokens_per_s" in line]
-    tokens = np.array([line["perf/tokens_per_s"] * line["timing_s/step"] for line in timed])
+    tokens = np.array(
+        [
+            line["perf/computed_tokens"] if padded else line["perf/tokens_per_s"] * line["timing_s/step"]
+            for line in timed
+        ]
+    )
     seconds = np.array([line["timing_s/train"] for line in timed])
     if not timed or tokens.sum() <= 0:
         raise UsageError("found no step that trained a token; expected updates to measure")

@@ -69,6 +69,8 @@ def test_a_plan_holds_its_promises(
         assert sorted(i for rows in plan.micro_batches for i in rows) == trained
         for rows in plan.micro_batches:
             assert area([tokens(own[i]) for i in rows], layout) <= micro_batch_tokens
+        areas = [area([tokens(own[i]) for i in rows], layout) for rows in plan.micro_batches if rows]
+        assert plan.computed_tokens == sum(areas)
         assert plan.loss_tokens == sum(t.loss_tokens for ts in groups for t in ts)
         assert plan.sequences == sum(t.loss_tokens > 0 for ts in groups for t in ts)
     largest = max(sum(map(tokens, ts)) for ts in groups)

@@ -94,6 +94,23 @@ def test_costs_are_those_that_the_run_was_made_with(costs: Costs) -> None:
     assert len(costs.lengths) == 16 * 16
 
 
+def test_an_update_is_told_by_what_it_computes_where_the_run_says_so(tmp_path: Path) -> None:
+    """Another batch, with less padding to a token: a calibration by answers would miss it by far."""
+    padded = ("workload.learner.padded=true", "workload.learner.token_s=1e-4", "data.max_prompt_tokens=64")
+    padded += ("learner.micro_batch_tokens=1200",)
+    costs = measure_costs(read_run(record(tmp_path / "padded", *MODES["sync"], *padded)))
+    assert costs.padded
+    assert costs.prompt_tokens == 64
+    assert costs.update_token_s == pytest.approx(1.0e-4, rel=0.02)
+    assert costs.update_s == pytest.approx(0.3, rel=0.02)
+    packed = (*padded, "learner.packing=true", "rollout.group_size=8")
+    run = read_run(record(tmp_path / "packed", *MODES["sync"], *packed))
+    other = measure_costs(run)
+    assert other.update_token_s == pytest.approx(1.0e-4, rel=0.02)
+    prediction = predict_itself(run, replace(costs, lengths=other.lengths))
+    assert prediction.error == pytest.approx(0.0, abs=0.03)
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_calibration_predicts_the_run_that_it_came_from(mode: str, tmp_path: Path) -> None:
     run = read_run(record(tmp_path / mode, *MODES[mode]))
