@@ -284,8 +284,13 @@ def main() -> None:
     where.add_argument("--trl-python", type=Path, help=f"a Python that has TRL {TRL}")
     where.add_argument("--trl-venv", type=Path, help="a folder to make one in")
     where.add_argument("--report", action="store_true", help="run nothing")
-    parser.add_argument("--only", nargs="+", choices=tuple(WORKLOADS), default=tuple(WORKLOADS),
-        help="workloads to run (default: all); the report is of all")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=tuple(WORKLOADS),
+        default=tuple(WORKLOADS),
+        help="workloads to run (default: all); the report is of all",
+    )
     parser.add_argument("--steps", type=int, help="updates of each run (default: by workload)")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--folder", type=Path, default=Path("runs/against-trl"), help="where the runs are")

@@ -179,9 +179,9 @@ slow down there counts in the time to a reward.
 
 Different by necessity: TRL samples and trains in turn, on both cores, and each answer is of the newest
 weights. asyncrl does both at once: its samples are up to `schedule.max_staleness` updates old, which
-truncated importance sampling corrects for. TRL divides advantages by the deviation + 1e-4, asyncrl by it + 1e-6. In
-bfloat16 TRL autocasts float32 weights, and asyncrl computes with bfloat16 weights and updates float32
-masters. Random draws differ.""".splitlines()
+truncated importance sampling corrects for. TRL divides advantages by the deviation
++ 1e-4, asyncrl by it + 1e-6. In bfloat16 TRL autocasts float32 weights, and asyncrl computes with
+bfloat16 weights and updates float32 masters. Random draws differ.""".splitlines()
 
 
 def _machine(runs: Sequence[Run], machine: dict[str, Any] | None) -> Iterator[str]:
