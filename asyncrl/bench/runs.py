@@ -102,12 +102,21 @@ def measure_variants(
 def train_once(config_file: Path, folder: Path, name: str, overrides: Sequence[str]) -> None:
     """``asyncrl train`` into ``folder/name``, whose own deadlines bound it; what it says, beside that.
 
-    Raises UsageError or BenchRunError, with the end of what the run said; Interrupted where a signal was
-    passed on.
+    Raises as ``run_command`` does.
     """
-    log_file = folder / f"{name}.log"
     command = [sys.executable, "-m", "asyncrl.cli", "train", "--config", str(config_file)]
     command += [*overrides, f"run.dir={folder}", f"run.name={name}"]
+    run_command(command, folder / f"{name}.log", name)
+
+
+def run_command(
+    command: Sequence[str], log_file: Path, name: str, environment: Mapping[str, str] | None = None
+) -> None:
+    """Run ``command`` to its end; what it says goes into ``log_file``. Null ``environment``: this process's.
+
+    Raises UsageError (exit code 2) or BenchRunError, with the end of what was said and ``name`` in front;
+    Interrupted where a signal was passed on.
+    """
     process: subprocess.Popen[bytes] | None = None
     received: list[int] = []
     early: list[int] = []
@@ -123,7 +132,13 @@ def train_once(config_file: Path, folder: Path, name: str, overrides: Sequence[s
     try:
         with log_file.open("w", encoding="utf-8") as out:
             # In a session of its own: it hears of Ctrl-C from here, once.
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+            )
         for number in early:
             process.send_signal(number)
         code = process.wait()

@@ -28,6 +28,16 @@ def rows(
     return [row(min(max(n, 1), maximum)) for n in drawn]
 
 
+def every(step: int, maximum: int = 60) -> list[dict[str, str]]:
+    """The tasks of counting to ``step``, twice that, ... up to ``maximum``: to hold out some of every length.
+
+    Raises ValueError for a ``step`` that is not 1 to ``maximum``.
+    """
+    if not 1 <= step <= maximum:
+        raise ValueError(f"step is {step}; expected 1 to maximum = {maximum}")
+    return [row(n) for n in range(step, maximum + 1, step)]
+
+
 def row(n: int) -> dict[str, str]:
     """The task of counting to ``n``."""
     return {"question": f"count {n}:", "answer": " ".join(map(str, range(1, n + 1)))}

@@ -81,9 +81,15 @@ def test_counting_reward_is_the_share_of_the_right_prefix(n: int, data: st.DataO
     assert counting.reward("", answer) == 0.0
 
 
+def test_counting_holds_out_some_of_every_length() -> None:
+    assert counting.every(20) == [counting.row(20), counting.row(40), counting.row(60)]
+
+
 def test_counting_refuses_impossible_sizes() -> None:
     with pytest.raises(ValueError, match="expected"):
         counting.rows(count=0)
+    with pytest.raises(ValueError, match="expected"):
+        counting.every(0)
 
 
 @pytest.mark.parametrize(
