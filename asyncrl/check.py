@@ -74,7 +74,7 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
         except ConfigError as error:
             findings.append(error)
     try:
-        row, prompt = _first_row(config, folder)
+        row, messages = _first_row(config, folder)
     except (ConfigError, DataError) as error:
         findings.append(error)
     if len(findings) == 1:
@@ -82,9 +82,11 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
     if findings:
         raise UsageError("\n".join(map(str, findings)))
     if config.environment is not None:
-        asyncio.run(_begin_environment(config.environment, folder, row))
+        asyncio.run(_begin_environment(config.environment, folder, row, messages))
     has_functions = bool(config.reward.functions)
-    score = asyncio.run(_score_row(config, model, folder, row, prompt)) if has_functions else None
+    score = (
+        asyncio.run(_score_row(config, model, folder, row, plain_text(messages))) if has_functions else None
+    )
     reward_model.require_template()
     for reader in beside:
         reader.require_vocabulary(len(model.tokenizer))
@@ -292,15 +294,14 @@ def _other_models(config: Config, folder: Path) -> list[ModelFiles]:
     ]
 
 
-def _first_row(config: Config, folder: Path) -> tuple[Row, str]:
-    """The first training row with its prompt as plain text, after a look at the first rows of all sources."""
+def _first_row(config: Config, folder: Path) -> tuple[Row, list[dict[str, str]]]:
+    """The first training row with its prompt as messages, after a look at the first rows of all sources."""
     data = config.data
     rows, form = _peeked(data, data.train, folder)[0]
     for source in (data.eval, *data.eval_sets.values()):
         if source is not None and source.holdout is None:
             _peeked(data, source, folder)
-    prompt = plain_text(prompt_messages(data, form.prompt_key, rows[0], rows.where(0)))
-    return form.complete(rows[0]), prompt
+    return form.complete(rows[0]), prompt_messages(data, form.prompt_key, rows[0], rows.where(0))
 
 
 def _peeked(data: DataSection, source: SourceSection, folder: Path) -> list[tuple[Rows, Form]]:
@@ -315,13 +316,15 @@ def _peek(rows: Rows) -> Rows:
     return rows
 
 
-async def _begin_environment(section: EnvironmentSection, folder: Path, row: Row) -> None:
+async def _begin_environment(
+    section: EnvironmentSection, folder: Path, row: Row, prompt: list[dict[str, str]]
+) -> None:
     """Load the environment and begin one for real. Raises ConfigError."""
     pool = EnvironmentPool(section.model_copy(update={"workers": 1}), folder=folder)
     try:
         await pool.start()
         async with pool.session("the first row of data.train") as session:
-            await session.reset(row)
+            await session.reset(row, prompt)
     except (EnvironmentFaultError, DeadlineError) as error:
         raise ConfigError(f"environment: {error}") from error
     finally:

@@ -70,11 +70,14 @@ def model_problems(model: ModelSection) -> list[str]:
 
 
 def environment_problems(environment: EnvironmentSection) -> list[str]:
-    """Tools are for the built-in environment, which has nothing else."""
-    if (environment.path == "tools") == bool(environment.tools):
+    """Tools are for the built-in environment, which has nothing else, and for the prompts of verifiers'."""
+    if (environment.path == "tools") == bool(environment.tools) or environment.form == "verifiers":
         return []
     if environment.tools:
-        return [f"tools: found them with path {environment.path!r}; expected path 'tools', or no tools"]
+        return [
+            f"tools: found them with path {environment.path!r} and form {environment.form!r}; expected path "
+            "'tools', form 'verifiers', or no tools"
+        ]
     return ["tools: found none with path 'tools'; expected at least 1 function"]
 
 

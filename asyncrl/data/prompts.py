@@ -22,7 +22,7 @@ from asyncrl.config import Config, DataSection
 from asyncrl.data.order import EpochOrder, Indices, Order, WeightedOrder, permutation
 from asyncrl.data.rendered import RenderedRows, open_rendered
 from asyncrl.data.stream import PromptStream
-from asyncrl.environments.tools import tool_schemas
+from asyncrl.environments.forms import tool_schemas
 from asyncrl.errors import DataError
 from asyncrl.types import Task
 

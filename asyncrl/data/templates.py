@@ -46,14 +46,17 @@ class PromptTemplate:
         self._tokenizer = tokenizer
         self._tools = tools
 
-    def text(self, row: Mapping[str, Any], where: str, added: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The whole prompt as text, ``added`` messages behind it. ``where`` names the row in a DataError."""
-        messages = [*prompt_messages(self._section, self.key, row, where), *added]
+    def text(self, row: Mapping[str, Any], where: str) -> str:
+        """The whole prompt as text. ``where`` names the row in a DataError."""
+        return self.rendered(prompt_messages(self._section, self.key, row, where))
+
+    def rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """These messages as text, up to where the model goes on."""
         if not self.chat:
             return plain_text(messages)
         tools = {"tools": list(self._tools)} if self._tools else {}
         text = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **tools
+            list(messages), tokenize=False, add_generation_prompt=True, **tools
         )
         return str(text)
 

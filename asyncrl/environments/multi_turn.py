@@ -19,6 +19,7 @@ import numpy as np
 from asyncrl.config import ENVIRONMENT, EnvironmentSection
 from asyncrl.environments.base import ModelClient, RolloutResult
 from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.environments.protocol import Message, Step
 from asyncrl.environments.turns import TurnEncoder
 from asyncrl.errors import EnvironmentValueError
 from asyncrl.types import Completion, FinishReason, Task
@@ -69,7 +70,8 @@ class MultiTurn:
         section = self._section
         ends_at = None if section.max_time_s is None else now() + section.max_time_s
         async with self._pool.session(task.uid) as session:
-            prompt_ids = self._prompt(task, await session.reset(task.row))
+            given = self._encoder.messages(task.row, task.uid)
+            prompt_ids = self._prompt(task, given, await session.reset(task.row, given))
             tokens = _Tokens()
             messages: list[Mapping[str, Any]] = []
             rewards: dict[str, float] = {}
@@ -83,8 +85,7 @@ class MultiTurn:
                 message = {"role": "assistant", "content": self._decode(completion.token_ids.tolist())}
                 step = await session.step(message)
                 messages.append(message)
-                if step.reward is not None:
-                    rewards[ENVIRONMENT] = step.reward
+                rewards |= _said_of_it(step)
                 if step.done:
                     finish = "stop"
                     break
@@ -95,6 +96,8 @@ class MultiTurn:
                     break
                 tokens.observed(observation)
                 messages += step.messages
+            if finish != "abort":
+                rewards |= _said_of_it(await session.finish(finish))
         return RolloutResult(
             prompt_ids=np.asarray(prompt_ids, np.int32),
             token_ids=np.asarray(tokens.ids, np.int32),
@@ -113,15 +116,22 @@ class MultiTurn:
         sampling = replace(whole, max_new_tokens=min(room, self._section.max_turn_tokens or room))
         return await client.complete((*prompt_ids, *tokens.ids), sampling)
 
-    def _prompt(self, task: Task, added: Sequence[Any]) -> Sequence[int]:
-        """The task's own prompt, or one with the environment's first messages behind it."""
-        if not added:
+    def _prompt(self, task: Task, given: Sequence[Message], opening: Step) -> Sequence[int]:
+        """The task's own prompt, or what the environment made of it."""
+        if not opening.messages:
             return task.prompt_ids
-        ids = self._encoder.prompt(task.row, added, task.uid)
+        whole = opening.messages if opening.replaces else (*given, *opening.messages)
+        ids = self._encoder.prompt(task.row, whole)
         if len(ids) > self._max_prompt_tokens:
             raise EnvironmentValueError(
                 f"{task.uid}: found a prompt of {len(ids)} tokens with what reset of environment "
-                f"{self._section.path!r} added; expected at most data.max_prompt_tokens = "
+                f"{self._section.path!r} made of it; expected at most data.max_prompt_tokens = "
                 f"{self._max_prompt_tokens}"
             )
         return ids
+
+
+def _said_of_it(step: Step) -> dict[str, float]:
+    """What a step says of the trajectory, as rewards by name: its reward, and its metrics behind a slash."""
+    said = {f"{ENVIRONMENT}/{name}": value for name, value in step.metrics.items()}
+    return said if step.reward is None else {ENVIRONMENT: step.reward, **said}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from asyncrl.environments import tools
 from asyncrl.environments.protocol import Message, Step
 from asyncrl.environments.worker import DONE
 from asyncrl.errors import (
@@ -44,7 +43,6 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 60.0
 _MOST_FAILED_STARTS = 3
 _MODULE = "asyncrl.environments.worker"
-_TOOLS = "tools"
 
 
 @dataclass(slots=True, eq=False)
@@ -88,8 +86,12 @@ class EnvironmentPool:
     ) -> None:
         self._section = section
         self._setup = {
-            "path": section.path if section.path != _TOOLS else f"{tools.__name__}:ToolEnvironment",
-            "args": section.args if section.path != _TOOLS else {"tools": section.tools, **section.args},
+            "path": section.path,
+            "form": section.form,
+            "args": section.args,
+            "tools": list(section.tools),
+            "parse": section.parse,
+            "max_turns": section.max_turns,
             "max_observation_chars": section.max_observation_chars,
             "folder": str((folder or Path.cwd()).resolve()),
             "cores": list(cores),
@@ -145,8 +147,8 @@ class EnvironmentPool:
         home.send([call_id, session.number, verb, argument])
         kind, payload = await call.answer
         if kind == DONE:
-            messages, done, reward = payload
-            return Step(tuple(messages), done, reward)
+            messages, *others = payload
+            return Step(tuple(messages), *others)
         if kind == BAD_VALUE:
             raise EnvironmentValueError(f"{what}: {payload}")
         raise EnvironmentRaisedError(f"{what} raised\n{payload}")
@@ -276,11 +278,18 @@ class Session:
         self.begun = False
         self._pool = pool
 
-    async def reset(self, row: Mapping[str, Any]) -> tuple[Message, ...]:
-        """Make it and begin; the messages that it adds to the prompt. Raises EnvironmentFaultError."""
+    async def reset(self, row: Mapping[str, Any], prompt: Sequence[Message] = ()) -> Step:
+        """Make it and begin; the messages are added to the row's ``prompt``, or replace it.
+
+        Raises EnvironmentFaultError.
+        """
         self.begun = True
-        return (await self._pool.call(self, "reset", dict(row))).messages
+        return await self._pool.call(self, "reset", [dict(row), [dict(message) for message in prompt]])
 
     async def step(self, message: Message) -> Step:
         """Give it the model's message. Raises EnvironmentFaultError."""
         return await self._pool.call(self, "step", dict(message))
+
+    async def finish(self, reason: str) -> Step:
+        """Tell it that no step follows, and why: ``stop`` or ``length``. Raises EnvironmentFaultError."""
+        return await self._pool.call(self, "finish", reason)

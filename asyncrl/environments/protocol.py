@@ -14,8 +14,9 @@
             return "higher" if guess < self.secret else "lower"
 
 One object is made for each trajectory, in a worker process; ``reset`` is called once, then ``step`` with each
-of the model's messages, on one thread. Any of them may be ``async``. A method ``close`` is called at the end,
-if there is one. ``as_step`` says what ``step`` may return.
+of the model's messages, on one thread. If there are such methods, ``finish`` is called once after the last
+step, whatever ended it, with ``stop`` or ``length``, and ``close`` at the very end. Any of them may
+be ``async``. What they may return: ``as_opening``, ``as_step`` and ``as_outcome`` say it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Message = Mapping[str, Any]
@@ -31,6 +32,10 @@ Message = Mapping[str, Any]
 
 Observation = str | Message | Sequence[Message]
 """Text (a message of the user's), a message, or several."""
+
+
+class BadAnswerError(ValueError):
+    """What a user's environment returned is nothing that it may return."""
 
 
 class Environment(Protocol):
@@ -54,38 +59,73 @@ class Step:
     done: bool = False
     reward: float | None = None
     """Of the whole trajectory so far: the last one given counts. None: no word of it."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers about the trajectory so far, by name: the last ones given count."""
+    replaces: bool = False
+    """Of a ``reset``: ``messages`` are the whole prompt, in place of the row's."""
 
 
 def as_step(result: Any) -> Step:
-    """What ``step`` returned, as a Step. Raises ValueError saying what is wrong with it.
+    """What ``step`` returned, as a Step. Raises BadAnswerError saying what is wrong with it.
 
     An observation (text, a message, a list of messages) goes on. A dict with ``done`` says whether it is
-    over, with ``observation`` and ``reward`` if there are such. None and True end it without a reward.
+    over, with ``observation``, ``reward`` and ``metrics`` if there are such. None and True end it without a
+    reward.
     """
     if isinstance(result, Step):
         return result
     if result is None or result is True:
         return Step(done=True)
     if isinstance(result, Mapping) and "role" not in result:
-        unknown = sorted(set(map(str, result)) - {"done", "observation", "reward"})
+        unknown = sorted(set(map(str, result)) - {"done", "observation", "reward", "metrics"})
         if unknown or not isinstance(result.get("done"), bool):
-            raise ValueError(
+            raise BadAnswerError(
                 f"found a dict with {', '.join(map(str, result)) or 'nothing'}; expected done (true or "
-                "false), and observation and reward if there are such"
+                "false), and observation, reward and metrics if there are such"
             )
         seen = result.get("observation")
         messages = () if seen is None else as_messages(seen)
         if not messages and not result["done"]:
-            raise ValueError("found done False and no observation; expected one of them")
-        return Step(messages, result["done"], _reward(result.get("reward")))
+            raise BadAnswerError("found done False and no observation; expected one of them")
+        return Step(messages, result["done"], _reward(result.get("reward")), _metrics(result.get("metrics")))
     messages = as_messages(result)
     if not messages:
-        raise ValueError("found an empty list; expected an observation, or a dict with done")
+        raise BadAnswerError("found an empty list; expected an observation, or a dict with done")
     return Step(messages)
 
 
+def as_opening(result: Any) -> Step:
+    """What ``reset`` returned. Raises BadAnswerError saying what is wrong with it.
+
+    An observation is added to the row's prompt; a dict ``{"prompt": observation}`` takes its place.
+    """
+    if isinstance(result, Step):
+        return result
+    if isinstance(result, Mapping) and set(result) == {"prompt"}:
+        messages = as_messages(result["prompt"])
+        if not messages:
+            raise BadAnswerError("found an empty prompt; expected at least one message")
+        return Step(messages, replaces=True)
+    return Step(as_messages(result))
+
+
+def as_outcome(result: Any) -> Step:
+    """What ``finish`` returned, as a Step that is done. Raises BadAnswerError saying what is wrong with it.
+
+    A number is the reward of the trajectory; a dict has ``reward``, ``metrics`` or both; None is neither.
+    """
+    if isinstance(result, Step):
+        return result
+    if isinstance(result, Mapping):
+        unknown = sorted(set(map(str, result)) - {"reward", "metrics"})
+        if unknown:
+            raise BadAnswerError(f"found a dict with {', '.join(unknown)}; expected reward, metrics or both")
+        return Step(done=True, reward=_reward(result.get("reward")), metrics=_metrics(result.get("metrics")))
+    return Step(done=True, reward=_reward(result))
+
+
 def as_messages(observation: Any) -> tuple[dict[str, str], ...]:
-    """An observation as messages; text is the user's. Raises ValueError for anything else."""
+    """An observation as messages; text is the user's. Raises BadAnswerError for anything else."""
     if observation is None:
         return ()
     if isinstance(observation, str):
@@ -93,21 +133,33 @@ def as_messages(observation: Any) -> tuple[dict[str, str], ...]:
     if isinstance(observation, Mapping):
         role, content = observation.get("role"), observation.get("content")
         if not isinstance(role, str) or not isinstance(content, str) or role == "assistant":
-            raise ValueError(
+            raise BadAnswerError(
                 f"found a message with role {role!r} and content of type {type(content).__name__}; expected "
                 "text in both, and another role than assistant"
             )
         return ({"role": role, "content": content},)
     if isinstance(observation, (list, tuple)):
         return tuple(message for item in observation for message in as_messages(item))
-    raise ValueError(f"found {type(observation).__name__}; expected text, a message or a list of messages")
+    raise BadAnswerError(
+        f"found {type(observation).__name__}; expected text, a message or a list of messages"
+    )
 
 
 def _reward(value: Any) -> float | None:
+    return None if value is None else _number(value, "reward")
+
+
+def _metrics(value: Any) -> dict[str, float]:
     if value is None:
-        return None
+        return {}
+    if not isinstance(value, Mapping):
+        raise BadAnswerError(f"metrics: found {type(value).__name__}; expected a dict of numbers by name")
+    return {str(name): _number(number, f"metrics {name!r}") for name, number in value.items()}
+
+
+def _number(value: Any, what: str) -> float:
     if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0:
         value = value.item()
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError(f"reward: found {value!r}; expected one finite number, or None")
+        raise BadAnswerError(f"{what}: found {value!r}; expected one finite number, or None")
     return float(value)

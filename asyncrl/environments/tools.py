@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
@@ -19,13 +20,10 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.functions import load_function
-
-if TYPE_CHECKING:
-    from asyncrl.config import EnvironmentSection
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
@@ -47,6 +45,13 @@ class ToolCall:
     arguments: Mapping[str, Any] | None
 
 
+Reader = Callable[[str], list[ToolCall]]
+"""From a message's text to the calls in it, in their order."""
+
+Settle = Callable[[Any], Any]
+"""From what a user's function returned to its value, awaited if it has to be."""
+
+
 class ToolEnvironment:
     """Answers each tool call of a message; a message without one ends the trajectory.
 
@@ -54,33 +59,41 @@ class ToolEnvironment:
     message's text to a list of (name, arguments).
     """
 
-    def __init__(self, tools: Sequence[str], parse: str | None = None) -> None:
+    def __init__(self, tools: Sequence[str], parse: str | None = None, settle: Settle | None = None) -> None:
         functions = [load_function(path, Path.cwd()) for path in tools]
         self._tools = {function.__name__: function for function in functions}
-        self._parse = load_function(parse, Path.cwd()) if parse is not None else None
+        self._read = reader(parse, Path.cwd())
+        self._settle = settle or alone
 
     def reset(self, task: Mapping[str, Any]) -> None:
         return None
 
     def step(self, message: Mapping[str, Any]) -> list[dict[str, str]] | None:
-        calls = self._calls(str(message["content"]))
-        return [{"role": "tool", "content": self._answer(call)} for call in calls] or None
+        calls = self._read(str(message["content"]))
+        return [
+            {"role": "tool", "content": answer(self._tools, call, self._settle)} for call in calls
+        ] or None
 
-    def _calls(self, text: str) -> list[ToolCall]:
-        if self._parse is None:
-            return tool_calls(text)
-        return [ToolCall(name, arguments) for name, arguments in self._parse(text)]
 
-    def _answer(self, call: ToolCall) -> str:
-        if call.arguments is None:
-            return "error: the call is not JSON with a name and arguments"
-        if call.name not in self._tools:
-            return f"error: found no tool {call.name!r}; there are {', '.join(self._tools)}"
-        function = self._tools[call.name]
-        try:
-            return _text(function(**checked(function, call.arguments)))
-        except Exception as error:  # noqa: BLE001 what a tool raises is its answer to the model
-            return f"error: {type(error).__name__}: {error}"
+def answer(tools: Mapping[str, Callable[..., Any]], call: ToolCall, settle: Settle) -> str:
+    """What a call came to, as text for the model; tools may be async."""
+    if call.arguments is None:
+        return "error: the call is not JSON with a name and arguments"
+    if call.name not in tools:
+        return f"error: found no tool {call.name!r}; there are {', '.join(tools)}"
+    function = tools[call.name]
+    try:
+        return _text(settle(function(**checked(function, call.arguments))))
+    except Exception as error:  # noqa: BLE001 what a tool raises is its answer to the model
+        return f"error: {type(error).__name__}: {error}"
+
+
+def reader(parse: str | None, folder: Path) -> Reader:
+    """How calls are read: by the function ``parse``, or as Hermes and Qwen write them. Raises ConfigError."""
+    if parse is None:
+        return tool_calls
+    function = load_function(parse, folder)
+    return lambda text: [ToolCall(name, arguments) for name, arguments in function(text)]
 
 
 def tool_calls(text: str) -> list[ToolCall]:
@@ -111,11 +124,6 @@ def checked(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[
             expected = " or ".join(_TYPES.get(kind, "null") for kind in kinds)
             raise TypeError(f"{name}: found {value!r}; expected {expected}")
     return dict(bound.arguments)
-
-
-def tool_schemas(section: EnvironmentSection, folder: Path) -> list[dict[str, Any]]:
-    """Of the tools that the config names. Raises ConfigError."""
-    return [schema(load_function(path, folder)) for path in section.tools]
 
 
 def schema(function: Callable[..., Any]) -> dict[str, Any]:
@@ -166,6 +174,15 @@ def _documented(text: str) -> tuple[str, dict[str, str]]:
     section = re.split(r"^\s*(?:Returns|Raises|Yields|Examples?):", rest, maxsplit=1, flags=re.MULTILINE)[0]
     found = (_PARAMETER.match(line) for line in section.splitlines())
     return " ".join(summary.split()), {m[1]: m[2].strip() for m in found if m}
+
+
+def alone(value: Any) -> Any:
+    """``value``, awaited in a loop of its own if it has to be."""
+
+    async def awaited() -> Any:
+        return await value
+
+    return asyncio.run(awaited()) if inspect.isawaitable(value) else value
 
 
 def _text(value: Any) -> str:

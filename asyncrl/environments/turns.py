@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import DataSection
-from asyncrl.data.templates import PromptTemplate, prompt_key
+from asyncrl.data.templates import PromptTemplate, prompt_key, prompt_messages
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,10 +34,14 @@ class TurnEncoder:
         self._tools = tools
         self._eos = tokenizer.eos_token_id
 
-    def prompt(self, row: Mapping[str, Any], added: Sequence[Mapping[str, Any]], where: str) -> list[int]:
-        """The prompt of a row with the environment's own first messages behind it."""
+    def messages(self, row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
+        """The prompt of a row as chat messages; ``where`` names it in a DataError."""
+        return prompt_messages(self._data, prompt_key(self._data, list(row)), row, where)
+
+    def prompt(self, row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """``messages`` in place of the row's own prompt."""
         template = PromptTemplate(self._data, self._tokenizer, prompt_key(self._data, list(row)), self._tools)
-        return template.encode([template.text(row, where, added)])[0]
+        return template.encode([template.rendered(messages)])[0]
 
     def between(self, last_id: int | None, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """What follows a turn that ended with the token ``last_id``, up to where the next turn begins.

@@ -1,8 +1,8 @@
 """The process that runs users' environments: ``python -m asyncrl.environments.worker FD PARENT``.
 
 It speaks msgpack over one socket. In: first the setup as a map, then lists of calls, each ``[id, session,
-verb, argument]`` with the verb ``reset`` (a row), ``step`` (a message) or ``close``. Out: ``[id, kind,
-payload]``.
+verb, argument]`` with the verb ``reset`` (a row and its prompt's messages), ``step`` (a message), ``finish``
+(why it ended) or ``close``. Out: ``[id, kind, payload]``.
 
 Invariants:
 - A session has one environment and one thread, on which all its calls run, in their order. Sessions do not
@@ -17,17 +17,22 @@ import asyncio
 import inspect
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from asyncrl.environments.protocol import Step, as_messages, as_step
+from asyncrl.environments.adapters import __path__ as _adapters
+from asyncrl.environments.adapters.base import Adapter
+from asyncrl.environments.forms import Make, load
+from asyncrl.environments.protocol import BadAnswerError, Step
+from asyncrl.environments.tools import __file__ as _tools
 from asyncrl.errors import ConfigError
-from asyncrl.functions import load_function
 from asyncrl.rewards.worker import BAD_VALUE, RAISED, READY, REFUSED, SETUP_ID, connected, traceback_text
 
-DONE = "done"  # payload: messages, done, reward
+DONE = "done"  # payload: the fields of a Step
+
+_OURS = (__file__, _tools, *map(str, Path(_adapters[0]).glob("*.py")))
 
 Call = tuple[int, str, Any]
 
@@ -35,9 +40,7 @@ Call = tuple[int, str, Any]
 class Session:
     """One environment on a thread of its own; ``calls`` is what it is asked, in order."""
 
-    def __init__(
-        self, make: Callable[[], Any], most_characters: int, send: Callable[[list[Any]], None]
-    ) -> None:
+    def __init__(self, make: Make, most_characters: int, send: Callable[[list[Any]], None]) -> None:
         self.calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._make = make
         self._most_characters = most_characters
@@ -45,36 +48,34 @@ class Session:
         threading.Thread(target=self._serve, name="environment", daemon=True).start()
 
     def _serve(self) -> None:
-        environment: Any = None
+        environment: Adapter | None = None
         with asyncio.Runner() as runner:
+
+            def settle(value: Any) -> Any:
+                return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
+
             while True:
                 call_id, verb, argument = self.calls.get()
                 try:
                     if environment is None and verb != "close":
-                        environment = self._make()
-                    step = self._run(runner, environment, verb, argument)
+                        environment = self._make(settle)
+                    step = self._run(environment, verb, argument)
                 except _Refused as error:
                     reply = [call_id, BAD_VALUE, str(error)]
                 except BaseException as error:  # noqa: BLE001 users' code may raise anything, SystemExit included
-                    reply = [call_id, RAISED, traceback_text(error, (__file__,))]
+                    reply = [call_id, RAISED, traceback_text(error, _OURS)]
                 else:
                     reply = [call_id, DONE, list(astuple(step))]
                 self._send(reply)
                 if verb == "close":
                     return
 
-    def _run(self, runner: asyncio.Runner, environment: Any, verb: str, argument: Any) -> Step:
-        function: Any = getattr(environment, verb, None)
-        if function is None and verb == "close":
-            return Step(done=True)
-        result = function() if verb == "close" else function(argument)
-        if inspect.isawaitable(result):
-            result = runner.run(_awaited(result))
-        if verb == "close":
+    def _run(self, environment: Adapter | None, verb: str, argument: Any) -> Step:
+        if environment is None:
             return Step(done=True)
         try:
-            step = as_step(result) if verb == "step" else Step(as_messages(result))
-        except ValueError as error:
+            step = _asked(environment, verb, argument)
+        except BadAnswerError as error:
             raise _Refused(f"{verb}: {error}") from None
         length = sum(len(message["content"]) for message in step.messages)
         if length > self._most_characters:
@@ -93,20 +94,16 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-def load(setup: Mapping[str, Any]) -> Callable[[], Any]:
-    """What makes one environment. Raises ConfigError where there is no such class, or it lacks a method."""
-    found = load_function(setup["path"], Path(setup["folder"]))
-    if inspect.isclass(found):
-        missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
-        if missing:
-            raise ConfigError(
-                f"{setup['path']}: found no method {' and no '.join(missing)}; expected reset and step"
-            )
-    try:
-        inspect.signature(found).bind(**setup["args"])
-    except TypeError as error:
-        raise ConfigError(f"{setup['path']}: args {setup['args']}: {error}") from error
-    return lambda: found(**setup["args"])
+def _asked(environment: Adapter, verb: str, argument: Any) -> Step:
+    match verb:
+        case "reset":
+            return environment.reset(*argument)
+        case "step":
+            return environment.step(argument)
+        case "finish":
+            return environment.finish(argument)
+    environment.close()
+    return Step(done=True)
 
 
 def main() -> None:

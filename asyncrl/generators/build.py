@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import ENVIRONMENT, Config
 from asyncrl.environments.base import Messages, Rollout, RolloutResult, single_turn
+from asyncrl.environments.forms import tool_schemas
 from asyncrl.environments.multi_turn import MultiTurn
 from asyncrl.environments.pool import EnvironmentPool
-from asyncrl.environments.tools import tool_schemas
 from asyncrl.environments.turns import TurnEncoder
 from asyncrl.errors import RewardError, RewardValueError
 from asyncrl.generators.base import Generator

@@ -49,12 +49,15 @@ class RubricReward:
 
     async def run_async(self, samples: Sequence[Sample]) -> list[Value]:
         """The value of each sample."""
-        states = [_state(sample) for sample in samples]
+        return await self.of_states([_state(sample) for sample in samples])
+
+    async def of_states(self, states: Sequence[Mapping[str, Any]]) -> list[Value]:
+        """The value of each rollout, by the names that functions know it by."""
         results = []
         for term in self._terms:
             started = self._started(term, states)
             results.append([await x if isinstance(x, Awaitable) else x for x in started])
-        return self._summed(results, len(samples))
+        return self._summed(results, len(states))
 
     def _started(self, term: Term, states: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The results of one function, or what to await for them, one a sample."""

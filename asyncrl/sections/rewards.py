@@ -51,11 +51,18 @@ class EnvironmentSection(Section):
 
     path: str
     """``package.module:Class`` or ``file.py:Class``, or a function that makes one; ``tools`` for the built-in
-    environment over ``tools``."""
+    environment over ``tools``; ``skyrl_gym`` for the registered one that a row's ``env_class`` names, or
+    ``skyrl_gym:ID``."""
+    form: Literal["auto", "asyncrl", "trl", "skyrl_gym", "verifiers"] = "auto"
+    """Whose environment it is; ``auto`` goes by its methods."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments that each environment is made with."""
     tools: tuple[str, ...] = ()
-    """Typed functions that the model may call, ``package.module:function`` or ``file.py:function``."""
+    """Typed functions that the model may call, ``package.module:function`` or ``file.py:function``. With
+    ``form: verifiers``, those that the environment runs itself: the prompt shows them."""
+    parse: str | None = None
+    """Function from a message's text to the calls in it, a list of (name, arguments). Null: as Hermes and
+    Qwen write them."""
     max_turns: PositiveInt = 8
     """The model's messages in one trajectory."""
     max_turn_tokens: PositiveInt | None = None

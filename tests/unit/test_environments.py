@@ -174,7 +174,7 @@ async def test_sessions_keep_their_state_and_do_not_wait_for_each_other(folder: 
         pool.session("a") as a,
         pool.session("b") as b,
     ):
-        assert await a.reset({}) == ({"role": "user", "content": "hello"},)
+        assert (await a.reset({})).messages == ({"role": "user", "content": "hello"},)
         await b.reset({})
         assert (await a.step(said("x"))).messages[0]["content"] == "1:x"
         assert (await a.step(said("y"))).messages[0]["content"] == "2:y"
@@ -498,7 +498,7 @@ def test_calls_are_answered_and_what_goes_wrong_is_said_to_the_model(tmp_path: P
     ("environment", "text"),
     [
         ({"path": "tools"}, "found none with path 'tools'"),
-        ({"path": "a.py:B", "tools": ["a.py:f"]}, "expected path 'tools', or no tools"),
+        ({"path": "a.py:B", "tools": ["a.py:f"]}, "expected path 'tools', form 'verifiers', or no tools"),
     ],
 )
 def test_tools_go_with_the_built_in_environment(environment: dict[str, Any], text: str) -> None:

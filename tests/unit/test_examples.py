@@ -10,7 +10,7 @@ import reasoning_gym
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.examples import addition, calculator, chain_sum, counting, gsm8k
+from asyncrl.examples import addition, calculator, chain_sum, counting, gsm8k, guessing
 from asyncrl.rewards.builtin import last_number
 
 numbers = st.integers(min_value=1, max_value=10**6)
@@ -162,3 +162,47 @@ def test_what_is_no_call_is_not_calculated(text: str) -> None:
 def test_a_calculator_refuses_impossible_sizes(digits: int, count: int) -> None:
     with pytest.raises(ValueError, match="expected"):
         calculator.rows(digits=digits, count=count)
+
+
+@given(st.integers(min_value=2, max_value=80), st.integers(min_value=0, max_value=99))
+def test_games_are_won_by_guesses_that_fit_what_was_answered(span: int, seed: int) -> None:
+    for row in guessing.rows(span=span, count=5, seed=seed):
+        low, high = map(int, row["question"].removesuffix(":").split("-"))
+        assert high - low + 1 == span
+        *turns, last = row["solution"].split("?")
+        assert last == ""
+        guess = 0
+        for turn in turns:
+            if turn[0] in "<>":
+                low, high = (guess + 1, high) if turn[0] == ">" else (low, guess - 1)
+            guess = int(turn.lstrip("<>"))
+            assert low <= guess <= high
+        assert guess == row["secret"]
+
+
+async def played(words: list[str], **args: object) -> tuple[list[object], dict[str, object]]:
+    game = guessing.GuessingGame(**args)  # type: ignore[arg-type]
+    game.reset({"secret": 22})
+    said = [await game.step({"role": "assistant", "content": word}) for word in words]
+    return said, game.finish("stop")
+
+
+async def test_a_game_is_worth_more_the_earlier_it_is_won() -> None:
+    assert await played(["22?"]) == (
+        [{"done": True}],
+        {"reward": 1.0, "metrics": {"guesses": 1, "found": True}},
+    )
+    said, end = await played(["10?", "x", "30?", "22?"], tries=4, delay_s=[0.0, 0.0])
+    assert (said, end["reward"]) == ([">", "!", "<", {"done": True}], 0.25)
+    said, end = await played(["10?", "11?"], tries=2)
+    assert (said, end["reward"]) == ([">", {"done": True}], 0.0)
+    assert (await played(["10?"]))[1]["reward"] == 0.0, "one that a budget cut off"
+
+
+def test_guessing_refuses_what_is_out_of_range() -> None:
+    for span, count in ((1, 1), (81, 1), (20, 0)):
+        with pytest.raises(ValueError, match="expected"):
+            guessing.rows(span=span, count=count)
+    for delay_s in ([1.0], [2.0, 1.0], [-1.0, 1.0]):
+        with pytest.raises(ValueError, match="expected"):
+            guessing.GuessingGame(delay_s=delay_s)
