@@ -5,8 +5,8 @@
 
 All costs come from one synchronous run of configs/bench-cpu.yaml, measured as ``asyncrl tune`` does. Each
 target differs from it in several of task, lengths, batch, slots and schedule, and runs for real, synchronous
-and as it stands, in turn. Of a target the simulation gets its config and the lengths of its answers and prompts
-(those of its synchronous run): how long they are is the workload, how long they take is predicted.
+and as it stands, in turn. Of a target the simulation gets its config and the lengths of its prompts and
+answers (those of its synchronous run): how long they are is the workload, how long they take is predicted.
 
 Writes the figures and, beside them, a page. What is in the file with the same settings is not measured again.
 All of it takes about 12 minutes on 2 quiet CPU cores.

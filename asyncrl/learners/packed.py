@@ -17,64 +17,62 @@ from asyncrl.learners.policy import selected_logits
 
 LENGTHS = (11, 17)
 """Of the two sequences that are run together and apart, in tokens."""
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
-"""Largest mean difference of log-probs, over the vocabulary and the tokens of the second sequence."""
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
+"""Largest mean difference of log-probs, over the vocabulary and the tokens of the second sequence, from those
+that it has alone: rounding, which in bfloat16 grows with the layers (0.06 with 30 of them)."""
+LEAK = 1e-4
+"""Largest one where only the tokens beside it are others: what is masked has no share, in any dtype."""
 
 
 @torch.no_grad()
-def packing_difference(model: Any, vocabulary: int, device: torch.device) -> float:
-    """Mean difference of the second sequence's log-probs behind another one and alone; collective.
+def packing_differences(model: Any, vocabulary: int, device: torch.device) -> tuple[float, float]:
+    """Mean differences of the second sequence's log-probs: behind one and alone, behind two others.
 
-    ``model`` is a prepared policy or an engine around one.
+    ``model`` is a prepared policy or an engine around one. Collective.
     """
-    # Spread over the vocabulary, and the same on every rank: parameters may be gathered for it.
-    tokens = (torch.arange(sum(LENGTHS), device=device) * 7919 + 1) % vocabulary
     first, second = LENGTHS
+    tokens = _tokens(first + second, vocabulary, device)
     places = torch.cat([torch.arange(n, device=device) for n in LENGTHS])
     behind = torch.arange(first, first + second, device=device)
     together = _logprobs(model, tokens, behind, places)
     alone = _logprobs(model, tokens[first:], behind - first, None)
-    return float((together - alone).abs().mean())
-
-
-def require_exact_packing(model: Any, dtype: str, device: torch.device) -> None:
-    """Raises ConfigError for a model that cannot take several sequences in a row; collective."""
-    module = getattr(model, "module", model)
-    name = type(module).__name__
-    try:
-        difference = packing_difference(model, int(module.config.get_text_config().vocab_size), device)
-    except TypeError as error:
-        raise ConfigError(
-            f"learner.packing: found true with {name}, which takes no position_ids: {error}; expected a "
-            "model of attention layers, or learner.packing false"
-        ) from error
-    if not difference <= TOLERANCE[dtype]:
-        raise ConfigError(
-            f"learner.packing: found true with {name}, whose log-probs of a sequence differ by "
-            f"{difference:.2g} on average when another one stands before it in the row; expected at most "
-            f"{TOLERANCE[dtype]:g} in {dtype}: set learner.packing to false"
-        )
+    beside_others = _logprobs(model, _with_others(tokens, 0, first, vocabulary), behind, places)
+    return _difference(together, alone), _difference(together, beside_others)
 
 
 @torch.no_grad()
-def sharing_difference(model: Any, vocabulary: int, device: torch.device) -> float:
-    """Mean difference of the second answer's log-probs behind a shared prompt and its own; collective."""
+def sharing_differences(model: Any, vocabulary: int, device: torch.device) -> tuple[float, float]:
+    """Likewise of the second answer to a prompt: behind the first one and alone, and behind two others."""
     first, second = LENGTHS
     prompt = first
-    tokens = (torch.arange(prompt + first + second, device=device) * 7919 + 1) % vocabulary
+    tokens = _tokens(prompt + first + second, vocabulary, device)
     own = torch.cat([tokens[:prompt], tokens[prompt + first :]])
     places = torch.cat([torch.arange(prompt + first), prompt + torch.arange(second)]).to(device)
     segments = torch.cat([torch.full((n,), k) for k, n in enumerate((prompt, first, second))]).to(device)
     behind = torch.arange(prompt + first, prompt + first + second, device=device)
     together = _logprobs(model, tokens, behind, places, segments)
     alone = _logprobs(model, own, behind - first, None)
-    return float((together - alone).abs().mean())
+    others = _with_others(tokens, prompt, prompt + first, vocabulary)
+    beside_others = _logprobs(model, others, behind, places, segments)
+    return _difference(together, alone), _difference(together, beside_others)
+
+
+def require_exact_packing(model: Any, dtype: str, device: torch.device) -> None:
+    """Raises ConfigError for a model that cannot take several sequences in a row; collective."""
+    name, config = _named(model)
+    try:
+        apart, leak = packing_differences(model, int(config.vocab_size), device)
+    except TypeError as error:
+        raise ConfigError(
+            f"learner.packing: found true with {name}, which takes no position_ids: {error}; expected a "
+            "model of attention layers, or learner.packing false"
+        ) from error
+    _require_small("learner.packing", f"{name}, whose log-probs of a sequence", apart, leak, dtype)
 
 
 def require_exact_sharing(model: Any, dtype: str, device: torch.device) -> None:
     """Raises ConfigError for a model whose answers cannot share a prompt; collective."""
-    module = getattr(model, "module", model)
-    name, config = type(module).__name__, module.config.get_text_config()
+    name, config = _named(model)
     kinds = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "sliding_window", None) and not kinds:
         kinds.add("sliding_attention")
@@ -85,18 +83,46 @@ def require_exact_sharing(model: Any, dtype: str, device: torch.device) -> None:
             "answers can share: set learner.shared_prompts to false"
         )
     try:
-        difference = sharing_difference(model, int(config.vocab_size), device)
+        apart, leak = sharing_differences(model, int(config.vocab_size), device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"learner.shared_prompts: found true with {name}, which does not take position_ids and an "
             f"attention_mask: {error}; expected a model of attention layers, or learner.shared_prompts false"
         ) from error
-    if not difference <= TOLERANCE[dtype]:
-        raise ConfigError(
-            f"learner.shared_prompts: found true with {name}, whose log-probs of an answer differ by "
-            f"{difference:.2g} on average when it shares its prompt; expected at most {TOLERANCE[dtype]:g} "
-            f"in {dtype}: set learner.shared_prompts to false"
-        )
+    _require_small("learner.shared_prompts", f"{name}, whose log-probs of an answer", apart, leak, dtype)
+
+
+def _require_small(key: str, whose: str, apart: float, leak: float, dtype: str) -> None:
+    for found, limit, what in (
+        (apart, TOLERANCE[dtype], "when another one stands before it in the row"),
+        (leak, LEAK, "when it is another one that stands before it in the row"),
+    ):
+        if not found <= limit:
+            raise ConfigError(
+                f"{key}: found true with {whose} differ by {found:.2g} on average {what}; expected at most "
+                f"{limit:g} in {dtype}: set {key} to false"
+            )
+
+
+def _named(model: Any) -> tuple[str, Any]:
+    module = getattr(model, "module", model)
+    return type(module).__name__, module.config.get_text_config()
+
+
+def _tokens(count: int, vocabulary: int, device: torch.device) -> Tensor:
+    """Spread over the vocabulary, and the same on every rank: parameters may be gathered for it."""
+    return (torch.arange(count, device=device) * 7919 + 1) % vocabulary
+
+
+def _with_others(tokens: Tensor, start: int, end: int, vocabulary: int) -> Tensor:
+    """``tokens`` with others from ``start`` to ``end``."""
+    others = tokens.clone()
+    others[start:end] = (tokens[start:end] + vocabulary // 2) % vocabulary
+    return others
+
+
+def _difference(first: Tensor, second: Tensor) -> float:
+    return float((first - second).abs().mean())
 
 
 def _logprobs(

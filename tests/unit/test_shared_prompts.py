@@ -17,11 +17,18 @@ from asyncrl.learners.base import RankStep
 from asyncrl.learners.collate import collate
 from asyncrl.learners.layout import Layout, lay_out_shared, shared_row
 from asyncrl.learners.objective import Objective, Tally
-from asyncrl.learners.packed import TOLERANCE, require_exact_sharing
+from asyncrl.learners.packed import require_exact_sharing, sharing_differences
 from asyncrl.learners.packing import pack_prompts, plan_step
 from asyncrl.learners.policy import selected_logits
 from asyncrl.types import TrajectoryMeta
-from tests.unit.recorded_batches import MAX_AGE, batch_of, one_prompt_a_group, record_batch, shares
+from tests.unit.recorded_batches import (
+    MAX_AGE,
+    VOCABULARY,
+    batch_of,
+    one_prompt_a_group,
+    record_batch,
+    shares,
+)
 from tests.unit.test_packed import EXACT, LEAKING, tiny
 from tests.unit.test_packing import groups as group_lists
 
@@ -121,8 +128,11 @@ def test_a_model_whose_answers_cannot_share_a_prompt_is_refused(family: str) -> 
 
 
 def test_rounding_in_bfloat16_is_no_fault() -> None:
-    assert TOLERANCE["bfloat16"] > TOLERANCE["float32"]
-    require_exact_sharing(tiny("llama", {}).to(torch.bfloat16), "bfloat16", CPU)
+    model = tiny("llama", {"num_hidden_layers": 30}).to(torch.bfloat16)
+    apart, leak = sharing_differences(model, VOCABULARY, CPU)
+    assert apart > 0
+    assert leak == 0
+    require_exact_sharing(model, "bfloat16", CPU)
 
 
 @pytest.mark.parametrize("other", ["learner.packing=true", "learner.attention=flash_attention_2"])
