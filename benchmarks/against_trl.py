@@ -238,7 +238,8 @@ def perform(
         done = measure(run)
         found.append(done)
         keep(found)
-        log.info("%s: %.3g s a step, held-out reward %s", run.name, done.step_mean_s, done.evals)
+        # Null for a run too short to have steps that count.
+        log.info("%s: %s s a step, held-out reward %s", run.name, done.step_mean_s, done.evals)
     return found
 
 

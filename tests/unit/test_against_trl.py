@@ -129,7 +129,8 @@ def test_ratios_are_of_pairs() -> None:
     assert "| smollm2 | 1920 | 0.700 | 0.700 |" in page
 
 
-def test_sides_take_turns_and_what_is_there_is_not_run_again() -> None:
+def test_sides_take_turns_and_what_is_there_is_not_run_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     plans = list(planned(["even", "smollm2"], [0, 1], 20))
     assert [(p.workload, p.seed, p.side) for p in plans[:4]] == [
         ("even", 0, "trl"),
