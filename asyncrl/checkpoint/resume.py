@@ -165,8 +165,13 @@ def _rolled_back(
     found: Checkpoint, config: Config, store: CheckpointStore, changed: Sequence[Change], elsewhere: bool
 ) -> Resumed:
     state, folder = found.state, config.run.folder
-    last = state.version >= config.run.steps
-    kept = roll_back(folder / "metrics.jsonl", lambda line: _is_through(state, line, last=last))
+    records = config.run.rollout_only
+    left = config.run.steps - (state.step if records else state.version)
+    last = left <= 0
+    # Where no learner is, the last line waits for nothing.
+    kept = roll_back(
+        folder / "metrics.jsonl", lambda line: _is_through(state, line, last=last and not records)
+    )
     has_line = {line["step"] for line in kept}
     lines = tuple(line for line in state.lines if line["step"] not in has_line)
     ends = roll_back(folder / "ledger.jsonl", lambda line: _is_retired(state, line.get("ordinal", -1)))
@@ -180,7 +185,6 @@ def _rolled_back(
         ready = ()
     if any(change.key.startswith("algorithm.kl") for change in changed):
         state = replace(state, kl_coefficient=None)
-    left = (config.run.steps - state.version) * config.rollout.groups_per_step
     log.info(
         "going on from %s: step %d, policy version %d, %d ready groups, %d retired ones",
         found.folder,
@@ -192,7 +196,7 @@ def _rolled_back(
     return Resumed(
         folder=found.folder.resolve(),
         state=state,
-        ready=ready[:left],
+        ready=ready[: left * config.rollout.groups_per_step],
         lines=lines,
         lacks_line=state.step not in has_line | {line["step"] for line in lines},
         first_evaluation=_evaluation(kept),
