@@ -22,13 +22,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.credit import CreditAssignment
 from asyncrl.errors import CodecError, ConfigError, DataError, ReplayError, UsageError
 from asyncrl.queues.codec import decode_group, encode_group, group_meta, read_records
-from asyncrl.recorded import read_run
+from asyncrl.recorded import RecordedRun, read_run
 from asyncrl.screening import Screening
 from asyncrl.types import GroupMeta, Task, group_lag, unmasked
 
@@ -90,7 +89,7 @@ def open_recording(config: Config, folder: Path) -> Recording:
     if run.resolve() == (folder / config.run.folder).resolve():
         raise ConfigError(f"run.replay: found {run}, the run's own folder; choose another run.name")
     try:
-        recorded = read_run(run).config
+        recorded = read_run(run)
     except UsageError as error:
         raise ConfigError(f"run.replay: {error}") from None
     _require_same(config, recorded, run)
@@ -184,12 +183,12 @@ class _Checks:
         return _Place(file, offset, meta.nbytes, meta.uid, meta.start_version, newest)
 
 
-def _require_same(config: Config, recorded: Any, run: Path) -> None:
+def _require_same(config: Config, recorded: RecordedRun, run: Path) -> None:
     values = config.model_dump(mode="json")
     for key in _SAME:
         section, name = key.split(".")
         found = values[section][name]
-        was = (recorded.get(section) or {}).get(name)
+        was = recorded.setting(section, name)
         if found != was:
             raise ConfigError(
                 f"{key}: found {found!r}, but {run} was recorded with {was!r}; expected the same, because "
