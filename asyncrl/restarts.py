@@ -108,5 +108,6 @@ def _is_infrastructure(error: BaseException) -> bool:
         return not isinstance(error, _OWN)
     from ray.exceptions import RayError, RayTaskError
 
-    # Ray's own; but a task's error is that of the code which ran in it.
-    return isinstance(error, RayError) and not isinstance(error, RayTaskError)
+    if isinstance(error, RayTaskError):  # that of the code which ran in the task, or of what it was handed
+        return isinstance(error.cause, Exception) and _is_infrastructure(error.cause)
+    return isinstance(error, RayError)

@@ -44,6 +44,7 @@ def task_error(cause: Exception) -> BaseException:
         (ObjectLostError("00", None, "stack"), True),
         (task_error(LearnerError("a peer closed its connection")), True),
         (ExceptionGroup("", [LearnerError("a"), ExceptionGroup("", [RoleError("b")])]), True),
+        (task_error(ObjectLostError("00", None, "stack")), True),
         (task_error(ValueError("a bug in a rank")), False),
         (ExceptionGroup("", [LearnerError("a"), ValueError("b")]), False),
         (CanaryError("other log-probs"), False),
