@@ -54,6 +54,13 @@ def half_contradictions(config: Config) -> list[str]:
     return problems
 
 
+def absent_parts(config: Config) -> tuple[str, ...]:
+    """What the names of actors begin with that are not there; () for a whole run."""
+    if config.run.rollout_only:
+        return "learner", "critic", "reference"
+    return () if config.run.replay is None else ("generator", "reward_model")
+
+
 def half_of(config: Config) -> Config:
     """The config that the half which ``config`` asks for goes by; ``config`` itself for a whole run."""
     from asyncrl.config_load import parse_config

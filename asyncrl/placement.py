@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.config import REWARD_MODEL, Config, SidePlacementSection
+from asyncrl.config import Config, SidePlacementSection
+from asyncrl.config_halves import absent_parts
 from asyncrl.errors import PlacementError
 from asyncrl.generators.places import generator_names
 from asyncrl.inherited import set_inherited
@@ -199,12 +200,8 @@ def demands_of(config: Config, placement: Placement) -> dict[str, Demand]:
                 names=learner.nodes,
             )
         demands[name] = demand
-    absent: tuple[str, ...] = ()
-    if config.run.rollout_only:
-        absent = ("learner", "critic", "reference")
-    elif config.run.replay is not None:
-        absent = ("generators", REWARD_MODEL)
-    return {name: demand for name, demand in demands.items() if name not in absent}
+    absent = absent_parts(config)
+    return {name: demand for name, demand in demands.items() if not name.startswith(absent)}
 
 
 def _generator_gpus(config: Config, gpus: int) -> int:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from asyncrl.algorithms.names import PRESETS
 from asyncrl.config import Config, EnvironmentSection, ReferenceSection
+from asyncrl.config_halves import absent_parts
 from asyncrl.data.prompts import Prompts
 from asyncrl.data.stream import PromptStream
 from asyncrl.halves.recording import Recording
@@ -274,7 +275,7 @@ def placement_rows(config: Config) -> list[tuple[str, str]]:
         for i, cores in enumerate(deal_cores(role.cpu_cores, role.actors[1])):
             follows = f", {_follows(config.reference)}" if name == "reference" else ""
             rows.append((f"{name} {i}", f"on {role.device}, {_cores(cores, role.threads)}{follows}"))
-    return rows
+    return [row for row in rows if not row[0].startswith(absent_parts(config))]
 
 
 def _follows(reference: ReferenceSection) -> str:

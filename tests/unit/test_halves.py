@@ -35,6 +35,7 @@ from asyncrl.halves.recording import Recording, open_recording
 from asyncrl.halves.replay import RecordedPool
 from asyncrl.learners.base import Learner
 from asyncrl.learners.scripted import ScriptedLearner
+from asyncrl.plan import placement_rows
 from asyncrl.pushes import Publisher
 from asyncrl.queues.codec import append_record, decode_group, encode_group, read_records
 from asyncrl.rollout import RolloutHost
@@ -374,3 +375,13 @@ def test_a_half_goes_by_settings_without_the_other(tmp_path: Path) -> None:
     assert (replay.schedule.pipeline_depth, replay.schedule.max_staleness) == (0, 3)
     assert replay.generators.backend == "torch"
     assert half_of(parse_config(BASE)) == parse_config(BASE)
+
+
+def test_a_plan_names_the_actors_that_there_are() -> None:
+    def named(*overrides: str) -> list[str]:
+        rows = placement_rows(half_of(parse_config(BASE, ["algorithm.preset=ppo", *overrides])))
+        return [name for name, _ in rows]
+
+    assert named() == ["generator 0", "learner 0", "critic 0"]
+    assert named("run.rollout_only=true") == ["generator 0"]
+    assert named("run.replay=x") == ["learner 0", "critic 0"]
