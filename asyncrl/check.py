@@ -21,6 +21,7 @@ from asyncrl.algorithms.names import is_path
 from asyncrl.checkpoint.resume import require_usable
 from asyncrl.config import Config, DataSection, EnvironmentSection, SourceSection
 from asyncrl.config_checks import length_problems
+from asyncrl.config_halves import half_of
 from asyncrl.config_parallel import Heads, head_problems
 from asyncrl.data.forms import Form, recognise
 from asyncrl.data.prompts import load_prompts
@@ -36,6 +37,7 @@ from asyncrl.errors import (
     RewardError,
     UsageError,
 )
+from asyncrl.halves.recording import open_recording
 from asyncrl.model_files import ModelFiles
 from asyncrl.plan import ModelFacts, Plan, SampleScore
 from asyncrl.rewards.binder import Sample
@@ -57,12 +59,14 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
     running event loop. Raises a UsageError (ConfigError, DataError, PlacementError), exit code 2.
     """
     folder = folder or Path.cwd()
+    config = half_of(config)
     require_cores(config)
     require_engine(config)
     require_trackers(config)
     require_lora(config)
     require_folder(config)
     require_algorithm(config, folder)
+    recording = None if config.run.replay is None else open_recording(config, folder)
     model, reward_model = _Model(config, folder), _RewardModel(config, folder)
     # Each can be on the hub or mistaken, and to hear of all at once saves rounds.
     findings: list[UsageError] = []
@@ -91,7 +95,7 @@ def validate(config: Config, folder: Path | None = None) -> Plan:
     for reader in beside:
         reader.require_vocabulary(len(model.tokenizer))
     prompts = load_prompts(config, model.tokenizer, folder)
-    return Plan(config, model.facts(), prompts, score)
+    return Plan(config, model.facts(), prompts, score, recording)
 
 
 def require_cores(config: Config) -> None:

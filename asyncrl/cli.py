@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -57,17 +58,27 @@ def train(
         str | None,
         typer.Option(help="Run it as a job of this Ray cluster, and follow its log.", metavar="ADDRESS"),
     ] = None,
+    rollout_only: Annotated[
+        bool, typer.Option("--rollout-only", help="Record batches of the start model, without a learner.")
+    ] = False,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="Train on what this run's folder recorded, without generators.", metavar="RUN"),
+    ] = None,
 ) -> None:
     """Run the config. Exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped by a signal."""
+    settings = [*(overrides or ()), *(["run.rollout_only=true"] if rollout_only else [])]
+    if replay is not None:
+        settings.append(f"run.replay={dumps(str(replay))}")
     if address is not None:
         with _exit_codes():
             from asyncrl.submission import submit
 
-            raise typer.Exit(submit(config, overrides or (), address))
+            raise typer.Exit(submit(config, settings, address))
     with _exit_codes(), StopSignals() as signals:
         from asyncrl.config_load import load_config
 
-        loaded = load_config(config, overrides or ())
+        loaded = load_config(config, settings)
         from asyncrl.run import train as run
 
         raise typer.Exit(run(loaded, signals))

@@ -16,6 +16,7 @@ from asyncrl.algorithms.names import (
     PREFERENCE_NAMES,
 )
 from asyncrl.config_backends import backend_contradictions
+from asyncrl.config_halves import half_contradictions
 from asyncrl.config_lora import adapter_contradictions
 from asyncrl.config_parallel import parallel_contradictions
 from asyncrl.config_placement import placement_contradictions
@@ -112,6 +113,7 @@ def contradictions(config: Config) -> list[str]:
         *backend_contradictions(config),
         *placement_contradictions(config),
         *parallel_contradictions(config),
+        *half_contradictions(config),
         *_other(config),
     ]
 

@@ -34,6 +34,15 @@ _EXPECTED = {
     "model": "a block of keys",
 }
 _SHOWN_CHARACTERS = 60
+_UNREADABLE = (
+    yaml.YAMLError,
+    OmegaConfBaseException,
+    ValueError,  # a number of thousands of digits, a date beyond the calendar
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
+"""What the parsers raise, of text that is no config."""
 
 C = TypeVar("C", bound=Config)
 
@@ -89,7 +98,7 @@ def read_values(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     try:
         values = OmegaConf.to_container(OmegaConf.create(text), resolve=True) if text.strip() else {}
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{file}: found {_shown(values)}; expected sections such as model:, data:, reward:")
@@ -106,7 +115,7 @@ def _override(values: Mapping[str, Any], overrides: Sequence[str]) -> Any:
         try:
             OmegaConf.update(config, key, OmegaConf.from_dotlist([f"value={value}"]).value, merge=False)
             OmegaConf.to_container(config, resolve=True)  # an interpolation may name a key that is not there
-        except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
+        except _UNREADABLE as error:
             raise ConfigError(f"override {override!r} cannot be applied: {error}") from error
     return OmegaConf.to_container(config, resolve=True)
 

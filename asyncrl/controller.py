@@ -415,7 +415,7 @@ class Controller:
     async def _train_pump(self, group: asyncio.TaskGroup) -> None:
         statistics = await self._pool.statistics()
         self._meter.begin(now(), statistics)
-        while self.budget.version < self.config.run.steps:
+        while self.budget.version < self.budget.steps:
             groups = await self._take()
             if groups is None:
                 return
@@ -442,7 +442,7 @@ class Controller:
                 result = await self._update(version, groups)
                 self._groups.step += 1
                 self._alarm.check(version, result.metrics)
-                self._observer.trained(self._groups.step, groups)
+                self._observer.trained(self._groups.step, [*groups, *idle])
                 self._retire_batch(version, groups, result)
                 self._groups.retire_idle(idle)
             evaluation = await self._pushes.publish_if_due(group)
@@ -452,7 +452,7 @@ class Controller:
             scored = [landed_as[meta.ordinal] for meta in metas]
             record |= {**result.metrics, **self._kl.end_step(scored, result)}
             await self._end_step(record, metas, evaluation)
-            last = self.budget.version == self.config.run.steps
+            last = self.budget.version == self.budget.steps
             if self._saver is not None:
                 kind = self._saver.due(self._groups.step, last=last, evaluated=evaluation is not None)
                 if kind is not None:
@@ -497,7 +497,9 @@ class Controller:
 
     def _retire_batch(self, version: int, groups: Sequence[ReadyGroup], result: StepResult) -> None:
         """The update's groups are through. BadStepsError if too many updates in a row changed nothing."""
-        self._groups.retire_batch(version, groups, skipped=result.skipped)
+        self._groups.retire_batch(version, groups, skipped=result.skipped, recorded=result.recorded)
+        if result.recorded:
+            return
         if not result.skipped:
             self._books.bad_steps = 0
             self._meter.bias.add_trained([g.meta for g in groups])

@@ -48,7 +48,7 @@ class Finding:
 def examine(run_dir: Path) -> list[Finding]:
     """Look at everything; a look that breaks is a finding of its own. ``run_dir`` is for the runs."""
     findings = [*_versions()]
-    looks: list[tuple[str, Callable[[], Finding]]] = [
+    looks: list[tuple[str, Callable[[], Finding | list[Finding]]]] = [
         ("devices", _devices),
         ("cores", _cores),
         ("memory", _memory),
@@ -57,10 +57,12 @@ def examine(run_dir: Path) -> list[Finding]:
         ("ports", _ports),
         ("gloo", _gloo),
         ("run folder", lambda: _run_folder(run_dir)),
+        ("listening", listening),
     ]
     for subject, look in looks:
         try:
-            findings.append(look())
+            found = look()
+            findings += found if isinstance(found, list) else [found]
         except Exception as error:  # noqa: BLE001 whatever it is, it is what the user came to see
             findings.append(Finding(subject, "fail", f"{type(error).__name__}: {error}", "see the message"))
     return findings
@@ -226,6 +228,40 @@ def _gloo() -> Finding:
             "gloo", "fail", f"an all-reduce of ones over one rank gave {value.tolist()}", "reinstall torch"
         )
     return Finding("gloo", "ok", "a process group formed on loopback")
+
+
+def listening() -> list[Finding]:
+    """What listens for Ray and for asyncrl: those beyond loopback each with what guards them."""
+    import psutil
+
+    from asyncrl.listeners import described, find_listeners
+
+    try:
+        found = find_listeners()
+    except psutil.AccessDenied:
+        return [Finding("listening", "ok", "this system shows sockets to the superuser alone")]
+    hidden = f"; {found.hidden} sockets of processes that this user may not look at" if found.hidden else ""
+    if not found.sockets:
+        return [Finding("listening", "ok", f"no process of Ray's or asyncrl's{hidden}")]
+    findings = [
+        Finding("listening", "ok", f"{line}: on loopback alone")
+        for line in described(s for s in found.sockets if s.is_loopback)
+    ]
+    for guard in sorted({s.guard for s in found.sockets if not s.is_loopback}, key=str):
+        beyond = (s for s in found.sockets if not s.is_loopback and s.guard == guard)
+        findings += [_beyond_loopback(line, guard) for line in described(beyond)]
+    return [*findings, *([Finding("listening", "ok", hidden[2:])] if hidden else [])]
+
+
+def _beyond_loopback(line: str, guard: str | None) -> Finding:
+    if guard is not None:
+        return Finding("listening", "ok", f"{line}: beyond loopback; whoever comes is asked for {guard}")
+    return Finding(
+        "listening",
+        "warn",
+        f"{line}: beyond loopback, and nothing guards it",
+        "let nobody else into this network (firewall, VPN); for Ray, RAY_AUTH_MODE=token before it starts",
+    )
 
 
 def _run_folder(run_dir: Path) -> Finding:

@@ -37,6 +37,7 @@
         ├── BadStepsError           learner.max_bad_steps non-finite updates in a row
         ├── NothingTrainableError   too many groups in a row failed or were filtered
         ├── NoGeneratorError        fewer than generators.min replicas are left
+        ├── ReplayError             recorded groups that the run has come out of step with
         ├── ReferenceLostError      a reference that nobody can give back, in a run that promises bits
         └── BenchRunError           a run that ``asyncrl bench`` started ended with an error
 
@@ -223,6 +224,10 @@ class NothingTrainableError(TrainingError):
 
 class NoGeneratorError(TrainingError):
     """Fewer generator replicas are left than the run goes on with."""
+
+
+class ReplayError(TrainingError):
+    """Recorded groups that the run has come out of step with, or none left of them."""
 
 
 class ReferenceLostError(TrainingError):

@@ -34,7 +34,7 @@ class Observer(Protocol):
         ...
 
     def trained(self, step: int, groups: Sequence[ReadyGroup]) -> None:
-        """Groups that went into a step, for ``rollouts/``."""
+        """The batch of a step, for ``rollouts/``: with groups that its update did without, but no others."""
         ...
 
     def phase(self, name: str) -> None:

@@ -94,6 +94,7 @@ class OutstandingGroups:
         self._running: dict[int, Running] = {}
         self._unusable = _Unusable()
         self._closed = False
+        self._only_records = config.run.rollout_only
         self._starved_since: float | None = None
 
     # Checkpoints.
@@ -103,6 +104,8 @@ class OutstandingGroups:
         the version that it was issued at, and every other ordinal that was not retired is issued anew."""
         groups = list(ready)
         self.budget.resume(state.version)
+        if self._only_records:
+            self.budget.forgo_updates(state.step)
         self.ledger = Ledger.restore(
             state.frontier, self._retired, {group.meta.ordinal: group.meta.uid for group, _ in groups}
         )
@@ -129,7 +132,11 @@ class OutstandingGroups:
 
     def admit(self, task: Task) -> Running:
         """Count in the next group of the stream. BudgetError without room, LedgerError out of turn."""
-        self.budget.admit(task.ordinal)
+        if task.issued_at is None:
+            self.budget.admit(task.ordinal)
+        else:  # its answers are no younger for being admitted again
+            expiry = max(task.issued_at + self.budget.max_staleness, self.budget.version)
+            self.budget.readmit(task.ordinal, task.issued_at, expiry)
         self.ledger.submit(task.ordinal, task.uid)
         running = self._running[task.ordinal] = Running(task, now())
         self.note_starvation()
@@ -193,12 +200,18 @@ class OutstandingGroups:
             self.ledger.start_training(ready.meta.ordinal)
         return sorted(outcome, key=lambda ready: sort_key(ready.meta))
 
-    def retire_batch(self, version: int, groups: Sequence[ReadyGroup], *, skipped: bool) -> None:
-        """The update from ``version`` is over: the policy moved, unless the update was ``skipped``."""
-        state: FinalState = "dropped" if skipped else "trained"
-        reason = "bad_step" if skipped else "trained"
-        if not skipped:
+    def retire_batch(
+        self, version: int, groups: Sequence[ReadyGroup], *, skipped: bool, recorded: bool = False
+    ) -> None:
+        """The update from ``version`` is over: the policy moved, unless the update was ``skipped``, or the
+        groups were only ``recorded`` and there was none."""
+        state: FinalState = "dropped" if skipped or recorded else "trained"
+        reason = "recorded" if recorded else "bad_step" if skipped else "trained"
+        if recorded:
+            self.budget.forgo_updates()
+        elif not skipped:
             self.budget.complete_update()
+        if not skipped:
             self._unusable = _Unusable()
         for ready in groups:
             self._retire_ready(ready, state, reason, lag=group_lag(version, ready.meta))

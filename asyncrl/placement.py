@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.config import Config, SidePlacementSection
+from asyncrl.config_halves import absent_parts
 from asyncrl.errors import PlacementError
 from asyncrl.generators.places import generator_names
 from asyncrl.inherited import set_inherited
@@ -151,7 +152,10 @@ def _in_cluster(
 
 
 def demands_of(config: Config, placement: Placement) -> dict[str, Demand]:
-    """What each kind of actor needs, by its section. Roles without a side go where Ray finds room."""
+    """What each kind of actor needs, by its section. Roles without a side go where Ray finds room.
+
+    Of half a run, what that half has.
+    """
     learner, generators = config.placement.learner, config.placement.generators
 
     def cpus(side: SidePlacementSection, threads: int, gpus: int) -> float:
@@ -196,7 +200,8 @@ def demands_of(config: Config, placement: Placement) -> dict[str, Demand]:
                 names=learner.nodes,
             )
         demands[name] = demand
-    return demands
+    absent = absent_parts(config)
+    return {name: demand for name, demand in demands.items() if not name.startswith(absent)}
 
 
 def _generator_gpus(config: Config, gpus: int) -> int:

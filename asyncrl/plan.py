@@ -10,7 +10,10 @@ from rich.table import Table
 
 from asyncrl.algorithms.names import PRESETS
 from asyncrl.config import Config, EnvironmentSection, ReferenceSection
+from asyncrl.config_halves import absent_parts
 from asyncrl.data.prompts import Prompts
+from asyncrl.data.stream import PromptStream
+from asyncrl.halves.recording import Recording
 from asyncrl.placement import deal_cores
 
 
@@ -46,6 +49,13 @@ class Plan:
     """The data, opened and measured: a run goes on with it."""
     score: SampleScore | None
     """By the reward functions; None where the reward model is all that scores."""
+    recording: Recording | None = None
+    """What is trained on in place of new rollouts."""
+
+    @property
+    def stream(self) -> PromptStream | Recording:
+        """The tasks of the run: a pure function of the ordinal, and its fingerprint."""
+        return self.prompts.train if self.recording is None else self.recording
 
     @property
     def samples(self) -> int:
@@ -74,6 +84,8 @@ class Plan:
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         table.add_row("folder", str(run.folder))
+        if run.rollout_only or self.recording is not None:
+            table.add_row("half", self._half_text())
         table.add_row("model", self._model_text())
         table.add_row("data", str(self.prompts.report))
         table.add_row("reward", self._reward_text())
@@ -108,6 +120,12 @@ class Plan:
         for name, text in placement_rows(config):
             table.add_row(name, text)
         return table
+
+    def _half_text(self) -> str:
+        run = self.config.run
+        if self.recording is None:
+            return f"{run.steps} batches of the start model are put on record in rollouts/; nobody trains"
+        return f"{run.steps} recorded batches of {run.replay} are trained on; nobody samples, or evaluates"
 
     def _model_text(self) -> str:
         model = self.model
@@ -257,7 +275,7 @@ def placement_rows(config: Config) -> list[tuple[str, str]]:
         for i, cores in enumerate(deal_cores(role.cpu_cores, role.actors[1])):
             follows = f", {_follows(config.reference)}" if name == "reference" else ""
             rows.append((f"{name} {i}", f"on {role.device}, {_cores(cores, role.threads)}{follows}"))
-    return rows
+    return [row for row in rows if not row[0].startswith(absent_parts(config))]
 
 
 def _follows(reference: ReferenceSection) -> str:

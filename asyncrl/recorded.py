@@ -98,7 +98,7 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if isinstance(record, dict):
             records.append(record)
@@ -112,6 +112,6 @@ def _read_config(path: Path) -> Mapping[str, Any]:
         return {}
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
     return values if isinstance(values, Mapping) else {}

@@ -5,6 +5,7 @@ Invariants:
 - The first SIGINT or SIGTERM ends the run after the running update and a checkpoint of it, or at once where
   none has begun; the second ends it now.
 - One process at a time writes to a run's folder.
+- A failure of infrastructure may start it again here, from its last checkpoint: see ``restarts``.
 - However a run ends, its actors and worker processes end with it; ``sentinel`` sees to it.
 """
 
@@ -42,6 +43,7 @@ from asyncrl.hub import model_place
 from asyncrl.learners.base import Learner
 from asyncrl.ledger import Retired
 from asyncrl.model_files import model_fingerprints
+from asyncrl.restarts import Restarts
 from asyncrl.roles.annotator import Annotator
 from asyncrl.run_folder import RunFolder, claimed
 from asyncrl.sentinel import Sentinel
@@ -52,8 +54,8 @@ from asyncrl.types import Metrics, ReadyGroup, Task
 from asyncrl.weight_sync.canary import DEFAULT_TOLERANCE, Canary, canary_tokens
 
 if TYPE_CHECKING:
-    from asyncrl.data import Prompts
     from asyncrl.placement import Placement
+    from asyncrl.plan import Plan
     from asyncrl.roles.base import Role
 
 log = logging.getLogger(__name__)
@@ -106,36 +108,64 @@ def train(config: Config, signals: StopSignals) -> int:
     console = Console(stderr=True)
     set_up_logging(console)
     log.info("checking config, data and rewards")
-    prompts = validate(config).prompts
+    plan = validate(config)
+    config = plan.config
     with claimed(config) as folder:
-        origin = Origin(prompts.train.fingerprint, model_fingerprints(config))
-        resumed = prepare(config, origin)
-        if resumed is not None and resumed.finished:
-            log.info(
-                "nothing is left to do: %s has all of its %d steps; raise run.steps to go on",
-                folder,
-                config.run.steps,
-            )
-            return 0
-        replace_file(folder / "config.yaml", dump_config(config).encode())
-        with Sentinel() as sentinel:
-            return _train(folder, config, prompts, origin, resumed, console, sentinel, signals)
+        origin = Origin(plan.stream.fingerprint, model_fingerprints(config))
+        store = CheckpointStore(folder.resolve() / "checkpoints")
+        restarts = Restarts(
+            config.run.max_restarts, config.run.restart_backoff_s, lambda: max(store.steps(), default=-1)
+        )
+
+        def attempt() -> int:
+            again = restarts.total > 0 and bool(store.steps())
+            resumed = prepare(from_own(config) if again else config, origin)
+            if resumed is not None and resumed.finished:
+                log.info(
+                    "nothing is left to do: %s has all of its %d steps; raise run.steps to go on",
+                    folder,
+                    config.run.steps,
+                )
+                return 0
+            replace_file(folder / "config.yaml", dump_config(config).encode())
+            with Sentinel() as sentinel:
+                return _train(folder, plan, origin, resumed, console, sentinel, signals)
+
+        try:
+            code = restarts.run(attempt, wanted=lambda: signals.received is None)
+        except UsageError:
+            raise
+        except Exception as error:
+            log.error("the run failed", exc_info=root_cause(error))
+            steps = store.steps()
+            if steps:
+                log.error("start the same command again to go on from the checkpoint of step %d", max(steps))
+            return 1
+    if restarts.total:
+        log.info("the run was started again %d times", restarts.total)
+    return code
+
+
+def from_own(config: Config) -> Config:
+    """The config that goes on from the checkpoints of its own folder, wherever the run began."""
+    checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
+    return config.model_copy(update={"checkpoint": checkpoint})
 
 
 def _train(
     folder: Path,
-    config: Config,
-    prompts: Prompts,
+    plan: Plan,
     origin: Origin,
     resumed: Resumed | None,
     console: Console,
     sentinel: Sentinel,
     signals: StopSignals,
 ) -> int:
-    """The run itself, in a folder that is ready for it."""
+    """The run itself, in a folder that is ready for it. Raises what ended it."""
     from asyncrl.placement import close_session, open_session
 
-    for line in str(prompts.report).splitlines():
+    config = plan.config
+    for line in str(plan.prompts.report).splitlines():
         log.info("%s", line)
     try:
         # Before the model, which may take minutes to come: a place that is not there shows at once.
@@ -146,23 +176,17 @@ def _train(
         signals.check()
         model_path = resolve_model(config, console)
         signals.check()
-        parts = build(config, model_path, prompts, origin, placement, folder, console, resumed)
+        parts = build(model_path, plan, origin, placement, folder, console, resumed)
         try:
             summary = asyncio.run(_run(parts, signals))
         finally:
             parts.display.close()
             parts.files.close()
-    except UsageError:
-        raise
     except Exception as error:
         cause = root_cause(error)
-        if isinstance(cause, UsageError):  # found by an actor, of the model itself
+        if cause is not error and isinstance(cause, UsageError):  # found by an actor, of the model itself
             raise cause from error
-        log.error("the run failed", exc_info=cause)
-        steps = CheckpointStore(folder.resolve() / "checkpoints").steps()
-        if steps:
-            log.error("start the same command again to go on from the checkpoint of step %d", max(steps))
-        return 1
+        raise
     finally:
         close_session()
     print_summary(console, config, folder, summary)
@@ -181,9 +205,8 @@ def resolve_model(config: Config, console: Console) -> str:
 
 
 def build(
-    config: Config,
     model_path: str,
-    prompts: Prompts,
+    plan: Plan,
     origin: Origin,
     placement: Placement,
     folder: Path,
@@ -194,8 +217,9 @@ def build(
     from asyncrl.placement import fetch_payloads
     from asyncrl.roles.build import build_reference_role, build_reward_model
     from asyncrl.roles.moving import MovingReference
-    from asyncrl.sides import build_sides
+    from asyncrl.sides import build_generators_alone, build_learner_alone, build_sides
 
+    config, prompts = plan.config, plan.prompts
     display = make_display(config, console)
     after = None if resumed is None else resumed.state.step
     files = RunFolder(
@@ -206,22 +230,33 @@ def build(
         trace_bytes=config.log.trace_mb << 20,
         clock_offset_s=unix_offset(),
     )
-    sides = build_sides(
-        config, model_path, placement, make_canary(config, prompts.train.iterate()), files.timeline
-    )
-    pool = sides.pool
-    learner, critics = build_learner(config, model_path, placement, sides.policy)
-    reference = build_reference_role(config, model_path, placement, learner)
+    samples, trains = plan.recording is None, not config.run.rollout_only
+    if plan.recording is not None:
+        sides = build_learner_alone(config, model_path, placement, plan.recording)
+    elif trains:
+        canary = make_canary(config, prompts.train.iterate())
+        sides = build_sides(config, model_path, placement, canary, files.timeline)
+    else:
+        sides = build_generators_alone(config, model_path, placement, files.timeline)
+    pool, learner = sides.pool, sides.policy
+    critics: list[Role] = []
+    reference: Role | None = None
+    if trains:
+        learner, critics = build_learner(config, model_path, placement, sides.policy)
+        reference = build_reference_role(config, model_path, placement, learner)
     moving = reference if isinstance(reference, MovingReference) else None
-    reward_model = build_reward_model(config, model_path, placement)
+    # Recorded rewards are whole: its score is in them.
+    reward_model = build_reward_model(config, model_path, placement) if samples else None
     annotator = Annotator([*([] if reference is None else [reference]), *critics], reward_model)
     controller = Controller(
         config,
-        prompts.train,
+        plan.stream,
         pool,
         learner,
         sides.publisher,
-        Evaluator(pool, prompts.eval, config, reward_model, prompts.eval_sets),
+        Evaluator(
+            pool, prompts.eval if samples else (), config, reward_model, prompts.eval_sets if samples else {}
+        ),
         RunObserver(files, display),
         annotator=annotator,
         reference=moving,

@@ -159,4 +159,6 @@ class RunFolder:
         with part.open("wb") as file:
             for payload in self._resolve(payloads):
                 append_record(file, payload)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(part, part.with_suffix(""))

@@ -30,7 +30,8 @@ import psutil
 
 log = logging.getLogger(__name__)
 
-_MARK = "ASYNCRL_RUN_MARK"
+MARK = "ASYNCRL_RUN_MARK"
+"""The variable that tells the processes of a run."""
 _GRACE_S = 10.0
 _KILL_TIMEOUT_S = 20.0
 
@@ -44,7 +45,7 @@ class Sentinel:
 
     def __init__(self, grace_s: float = _GRACE_S) -> None:
         self._longest_s = grace_s + _KILL_TIMEOUT_S
-        self._outer = os.environ.pop(_MARK, None)
+        self._outer = os.environ.pop(MARK, None)
         mark = uuid.uuid4().hex
         # Without a mark, a sentinel of whoever started this process leaves it alone, to do its work.
         self._process = subprocess.Popen(
@@ -55,7 +56,7 @@ class Sentinel:
             cwd=Path(__file__).parent,
             start_new_session=True,  # Ctrl-C in the terminal is not for it
         )
-        os.environ[_MARK] = mark
+        os.environ[MARK] = mark
 
     def watch(self, folder: str) -> None:
         """Who has a file in ``folder`` open for writing belongs to the run too."""
@@ -78,9 +79,9 @@ class Sentinel:
         except subprocess.TimeoutExpired:
             log.warning("processes of this run are left that SIGKILL did not end in %g s", _KILL_TIMEOUT_S)
             self._process.kill()
-        os.environ.pop(_MARK, None)
+        os.environ.pop(MARK, None)
         if self._outer is not None:
-            os.environ[_MARK] = self._outer
+            os.environ[MARK] = self._outer
 
     def __enter__(self) -> Sentinel:
         return self
@@ -111,7 +112,7 @@ class Belonging:
     def _has(self, process: psutil.Process) -> bool:
         if process.pid == self.parent:
             return False
-        if process.environ().get(_MARK) == self.mark:
+        if process.environ().get(MARK) == self.mark:
             return True
         if not self.folders:
             return False

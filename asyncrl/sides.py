@@ -14,10 +14,14 @@ from asyncrl.config import Config
 from asyncrl.generators.actor import RayReplica, generator_actor
 from asyncrl.generators.places import ClusterPlaces, generator_names, generator_number
 from asyncrl.generators.pool import GeneratorPool
+from asyncrl.halves.no_learner import NoLearner
+from asyncrl.halves.publisher import UnsentPublisher
+from asyncrl.halves.recording import Recording
+from asyncrl.halves.replay import RecordedPool
 from asyncrl.handover import HandoverPublisher, HandoverTurns
 from asyncrl.learners.base import Learner
 from asyncrl.learners.group import RayLearner, learner_actors
-from asyncrl.placement import Placement, actor_options, deal_cores, reserve_slots
+from asyncrl.placement import Placement, actor_options, deal_cores, reserve_slots, store_payloads
 from asyncrl.pushes import Publisher
 from asyncrl.timeline import Timeline
 from asyncrl.turns import ColocatedTurns, NoTurns, Turns
@@ -51,33 +55,9 @@ def _split(
     config: Config, model_path: str, placement: Placement, canary: Canary | None, timeline: Timeline
 ) -> Sides:
     """A process for each generator and each learner rank."""
-    generators, settings, sync = config.generators, config.learner, config.weight_sync
-    names = generator_names(config.generators.replicas)
-    dealt = deal_cores(generators.cpu_cores, len(names))
-    seats = placement.generators
-
-    def make_replica(name: str) -> RayReplica:
-        options = actor_options(placement.generator_gpus, None if seats is None else seats[name])
-        of_it = dealt[generator_number(name) % len(dealt)]
-        actor = generator_actor(config, model_path, cores=of_it, options=options)
-        return RayReplica(name, config, actor)
-
-    pool = GeneratorPool(
-        [make_replica(name) for name in names],
-        restart=make_replica,
-        places=None if seats is None else ClusterPlaces(seats, make_replica, taken=len(names)),
-        min_replicas=generators.fewest,
-        max_replicas=generators.most,
-        below_min_s=generators.below_min_s,
-        max_restarts=generators.max_restarts,
-        health_every_s=generators.health_every_s,
-        health_timeout_s=generators.health_timeout_s,
-        timeline=timeline,
-    )
-    actors = learner_actors(
-        config, model_path, placement, cores=deal_cores(settings.cpu_cores, settings.ranks)
-    )
-    learner = RayLearner(config, actors)
+    sync = config.weight_sync
+    pool = _pool(config, model_path, placement, timeline)
+    learner = _learner(config, model_path, placement)
     publisher = WeightPublisher(
         learner,
         pool,
@@ -89,6 +69,53 @@ def _split(
         canary=canary,
     )
     return Sides(pool, learner, publisher, NoTurns())
+
+
+def build_generators_alone(
+    config: Config, model_path: str, placement: Placement, timeline: Timeline
+) -> Sides:
+    """A process for each generator, which stays at the start model; nobody trains."""
+    pool = _pool(config, model_path, placement, timeline)
+    return Sides(pool, NoLearner(), UnsentPublisher(pool), NoTurns())
+
+
+def build_learner_alone(config: Config, model_path: str, placement: Placement, recording: Recording) -> Sides:
+    """A process for each learner rank, which train what was recorded; nobody samples."""
+    pool = RecordedPool(recording, store_payloads)
+    return Sides(pool, _learner(config, model_path, placement), UnsentPublisher(pool), NoTurns())
+
+
+def _pool(config: Config, model_path: str, placement: Placement, timeline: Timeline) -> GeneratorPool:
+    """Of replicas in processes of their own, which are restarted, and joined by others in a cluster."""
+    generators = config.generators
+    names = generator_names(generators.replicas)
+    dealt = deal_cores(generators.cpu_cores, len(names))
+    seats = placement.generators
+
+    def make_replica(name: str) -> RayReplica:
+        options = actor_options(placement.generator_gpus, None if seats is None else seats[name])
+        of_it = dealt[generator_number(name) % len(dealt)]
+        actor = generator_actor(config, model_path, cores=of_it, options=options)
+        return RayReplica(name, config, actor)
+
+    return GeneratorPool(
+        [make_replica(name) for name in names],
+        restart=make_replica,
+        places=None if seats is None else ClusterPlaces(seats, make_replica, taken=len(names)),
+        min_replicas=generators.fewest,
+        max_replicas=generators.most,
+        below_min_s=generators.below_min_s,
+        max_restarts=generators.max_restarts,
+        health_every_s=generators.health_every_s,
+        health_timeout_s=generators.health_timeout_s,
+        timeline=timeline,
+    )
+
+
+def _learner(config: Config, model_path: str, placement: Placement) -> RayLearner:
+    settings = config.learner
+    cores = deal_cores(settings.cpu_cores, settings.ranks)
+    return RayLearner(config, learner_actors(config, model_path, placement, cores=cores))
 
 
 def _colocated(

@@ -95,7 +95,7 @@ def decode_partial(payload: bytes, key: GroupKey, start_version: int) -> Partial
         finished, begun = msgpack.unpackb(parts[key])
         group = decode_group(finished)
         completions = {sample: _decode(*columns) for sample, *columns in begun}
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
         raise CodecError(f"no snapshot of {key[0]} in {len(payload)} bytes: {error!r}") from error
     if group.start_version != start_version:
         raise CodecError(

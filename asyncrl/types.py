@@ -35,6 +35,8 @@ class Task:
     prompt_ids: tuple[int, ...]
     row: Mapping[str, Any] = field(default_factory=dict)
     """All columns of the row, for the reward functions (plain msgpack-able values)."""
+    issued_at: int | None = None
+    """Of one whose answers are on record already: the version that it was issued at."""
 
 
 @dataclass(frozen=True, slots=True)

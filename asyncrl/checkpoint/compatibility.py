@@ -20,6 +20,8 @@ from asyncrl.errors import ConfigError
 
 _FIXED: Final = ("run.seed", "model.create.", "learner.lora")
 """Keys that a run cannot change on its way."""
+_HALVES: Final = ("run.rollout_only", "run.replay")
+"""Keys that say which half of a run there is."""
 _SAMPLED_BY: Final = (
     "model",
     "data",
@@ -94,7 +96,8 @@ def require_compatible(
 
 def _fixed(changed: Sequence[Change]) -> Iterator[str]:
     for change in changed:
-        if change.key.startswith(_FIXED):
+        other_half = change.key in _HALVES and bool(change.before) != bool(change.after)
+        if change.key.startswith(_FIXED) or other_half:
             yield (
                 f"{change.key}: found {change.after!r}, the checkpoint was made with {change.before!r}, "
                 "which has to stay"
@@ -123,10 +126,12 @@ def _origin(folder: Path, state: RunState, config: Config, origin: Origin) -> It
 
 
 def _length(state: RunState, config: Config) -> Iterator[str]:
-    if config.run.steps < state.version:
+    done, what = state.version, "policy version"
+    if config.run.rollout_only:
+        done, what = state.step, "step"
+    if config.run.steps < done:
         yield (
-            f"run.steps: found {config.run.steps}, the checkpoint is at policy version {state.version}; "
-            "expected at least that"
+            f"run.steps: found {config.run.steps}, the checkpoint is at {what} {done}; expected at least that"
         )
 
 
@@ -170,4 +175,4 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield prefix + key, value
+            yield f"{prefix}{key}", value

@@ -11,12 +11,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import Any, BinaryIO, Final
 
+from pydantic import NonNegativeInt, TypeAdapter
+
 from asyncrl.errors import CodecError
 from asyncrl.queues.codec import checksum, decode_group, frame, group_meta, read_records, unframe
 from asyncrl.types import Annotation, AnnotationMeta, ReadyGroup, SampleFailure
 
 READY: Final = "ready.msgpack"
 _MAGIC: Final = b"ARLR"
+_FAILURES: Final = TypeAdapter(list[SampleFailure])
+_META: Final = TypeAdapter(AnnotationMeta)
+_VERSION: Final = TypeAdapter(NonNegativeInt)
 
 
 def encode_ready(group: ReadyGroup, start_version: int) -> bytes:
@@ -38,8 +43,8 @@ def read_ready(file: BinaryIO) -> Iterator[tuple[ReadyGroup, int]]:
     for record in read_records(file, _MAGIC):
         try:
             yield _decode(unframe(record, _MAGIC))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CodecError(f"the record of a ready group lacks something: {error!r}") from error
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CodecError(f"the record of a ready group is none: {error!r}") from error
 
 
 def with_payloads(groups: Iterable[ReadyGroup], payloads: Iterable[Any]) -> list[ReadyGroup]:
@@ -62,19 +67,18 @@ def payloads_of(groups: Iterable[ReadyGroup]) -> list[Any]:
 
 def _decode(record: dict[str, Any]) -> tuple[ReadyGroup, int]:
     payload = record["payload"]
-    failures = [SampleFailure(**failure) for failure in record["failures"]]
+    failures = _FAILURES.validate_python(record["failures"])
     annotations = []
     for stored in record["annotations"]:
         found = stored.pop("payload")
-        scalars = {name: tuple(values) for name, values in stored.pop("scalars").items()}
-        meta = AnnotationMeta(**stored, scalars=scalars)
+        meta = _META.validate_python(stored)
         if checksum(found) != meta.checksum:
             raise CodecError(f"the annotation of {meta.role} has another checksum than its meta")
         annotations.append(Annotation(meta, found))
     ready = ReadyGroup(
         meta=group_meta(decode_group(payload), payload, failures),
         payload=payload,
-        expiry=record["expiry"],
+        expiry=_VERSION.validate_python(record["expiry"]),
         annotations=tuple(annotations),
     )
-    return ready, record["start_version"]
+    return ready, _VERSION.validate_python(record["start_version"])

@@ -130,10 +130,19 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     try:
         with (folder / READY).open("rb") as file:
             ready = tuple(read_ready(file))
-    except CodecError as error:
+    except (OSError, CodecError) as error:
         raise CheckpointError(f"{folder / READY} is damaged: {error}") from error
-    config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    return Checkpoint(folder, state, ready, config)
+    return Checkpoint(folder, state, ready, _config(folder / CONFIG))
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: found {type(config).__name__}; expected the sections of a config")
+    return config
 
 
 def newest_checkpoint(store: CheckpointStore) -> Checkpoint | None:
@@ -165,8 +174,13 @@ def _rolled_back(
     found: Checkpoint, config: Config, store: CheckpointStore, changed: Sequence[Change], elsewhere: bool
 ) -> Resumed:
     state, folder = found.state, config.run.folder
-    last = state.version >= config.run.steps
-    kept = roll_back(folder / "metrics.jsonl", lambda line: _is_through(state, line, last=last))
+    records = config.run.rollout_only
+    left = config.run.steps - (state.step if records else state.version)
+    last = left <= 0
+    # Where no learner is, the last line waits for nothing.
+    kept = roll_back(
+        folder / "metrics.jsonl", lambda line: _is_through(state, line, last=last and not records)
+    )
     has_line = {line["step"] for line in kept}
     lines = tuple(line for line in state.lines if line["step"] not in has_line)
     ends = roll_back(folder / "ledger.jsonl", lambda line: _is_retired(state, line.get("ordinal", -1)))
@@ -180,7 +194,6 @@ def _rolled_back(
         ready = ()
     if any(change.key.startswith("algorithm.kl") for change in changed):
         state = replace(state, kl_coefficient=None)
-    left = (config.run.steps - state.version) * config.rollout.groups_per_step
     log.info(
         "going on from %s: step %d, policy version %d, %d ready groups, %d retired ones",
         found.folder,
@@ -192,7 +205,7 @@ def _rolled_back(
     return Resumed(
         folder=found.folder.resolve(),
         state=state,
-        ready=ready[:left],
+        ready=ready[: left * config.rollout.groups_per_step],
         lines=lines,
         lacks_line=state.step not in has_line | {line["step"] for line in lines},
         first_evaluation=_evaluation(kept),
@@ -203,7 +216,9 @@ def _rolled_back(
 
 def _is_through(state: RunState, line: Line, *, last: bool) -> bool:
     """Whether a line of metrics.jsonl stays: it is of the checkpoint's history, and lacks nothing."""
-    step = int(line.get("step", -1))
+    step = line.get("step")
+    if not isinstance(step, int):
+        return False
     if step != state.step:
         return 0 <= step < state.step
     if last:
@@ -212,8 +227,10 @@ def _is_through(state: RunState, line: Line, *, last: bool) -> bool:
     return "eval/reward_mean" in line or not waited
 
 
-def _is_retired(state: RunState, ordinal: int) -> bool:
-    return 0 <= ordinal < state.frontier.lowest or ordinal in state.frontier.retired_above
+def _is_retired(state: RunState, ordinal: Any) -> bool:
+    return isinstance(ordinal, int) and (
+        0 <= ordinal < state.frontier.lowest or ordinal in state.frontier.retired_above
+    )
 
 
 def _require_whole_ledger(state: RunState, ends: list[Line], path: Path) -> None:

@@ -55,7 +55,7 @@ def roll_back(path: Path, keep: Callable[[Line], bool]) -> list[Line]:
 def _parsed(raw: bytes) -> Line | None:
     try:
         line = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) else None
 

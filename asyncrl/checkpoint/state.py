@@ -12,10 +12,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any, Final
 
-from asyncrl.errors import CheckpointError
-from asyncrl.ledger import Frontier
+from pydantic import TypeAdapter
+
+from asyncrl.errors import CheckpointError, LedgerError
+from asyncrl.ledger import Frontier, Ledger
 from asyncrl.types import Metrics
 
 STATE: Final = "state.json"
@@ -69,15 +72,26 @@ class RunState:
     def decode(data: bytes, name: str) -> RunState:
         """The state that was encoded; ``name`` stands in a CheckpointError for where it came from."""
         try:
+            _checks().validate_json(data)
             document: dict[str, Any] = json.loads(data)
             frontier = document["frontier"]
             document["frontier"] = Frontier(
                 frontier["lowest"], tuple(frontier["retired_above"]), frontier["final_counts"]
             )
             document["lines"] = tuple(document["lines"])
-            return RunState(**document)
-        except (ValueError, KeyError, TypeError) as error:
+            state = RunState(**document)
+            Ledger.restore(state.frontier)
+            if min(state.step, state.version) < 0 or any("step" not in line for line in state.lines):
+                raise ValueError(f"step {state.step}, version {state.version}, or a line without its step")
+            return state
+        except (ValueError, KeyError, TypeError, RecursionError, LedgerError) as error:
             raise CheckpointError(
                 f"{name} is not a run's state as this version of asyncrl writes it ({error}); resume with "
                 "the version that wrote it"
             ) from error
+
+
+@cache
+def _checks() -> TypeAdapter[RunState]:
+    """What says whether each value is of its field's type."""
+    return TypeAdapter(RunState)

@@ -163,7 +163,7 @@ class CheckpointStore:
             return Best(int(document["step"]), float(document["eval/reward_mean"]))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise CheckpointError(
                 f"{self.folder / _BEST} is damaged ({error}); delete it: the next evaluation writes it anew"
             ) from error

@@ -28,6 +28,7 @@ from asyncrl.hub import endpoint, hub_is_offline
 Row = dict[str, Any]
 
 _GYM_ROWS = 1000
+_DEEPEST = 100  # msgpack packs 511, less what rows travel in
 _INT_RANGE = range(-(1 << 63), 1 << 64)  # what msgpack carries
 
 
@@ -119,7 +120,7 @@ class JsonlRows:
         try:
             # Blank lines may follow; json takes white space around a value.
             value = json.loads(self._text[self._starts[index] : self._starts[index + 1]])
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of thousands of digits
             raise DataError(f"{self.where(index)} is not JSON: {error}") from error
         return plain_row(value, self.where(index))
 
@@ -137,7 +138,7 @@ class ParquetRows:
         self._name = name
         try:
             table = pq.read_table(file, memory_map=True)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, ValueError, OSError) as error:
             raise DataError(f"{name} is not a readable parquet file: {error}") from error
         self._table = table if size is None else table.slice(0, size)
 
@@ -145,7 +146,12 @@ class ParquetRows:
         return int(self._table.num_rows)
 
     def __getitem__(self, index: int) -> Row:
-        return plain_row(self._table.slice(index, 1).to_pylist()[0], self.where(index))
+        try:
+            (row,) = self._table.slice(index, 1).to_pylist()
+        except Exception as error:
+            # Text that is no UTF-8, a date beyond the calendar: each type has a kind of its own.
+            raise DataError(f"{self.where(index)} cannot be read: {type(error).__name__}: {error}") from error
+        return plain_row(row, self.where(index))
 
     def where(self, index: int) -> str:
         return f"{self._name} row {index}"
@@ -155,22 +161,29 @@ def plain_row(row: Any, where: str) -> Row:
     """``row`` with every value made plain. Raises DataError for a row or a value that cannot be."""
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: found {type(row).__name__}; expected an object with named columns")
-    return {str(key): plain(value, f"{where}, column {key!r}") for key, value in row.items()}
+    return {_text(str(key), where): plain(value, f"{where}, column {key!r}") for key, value in row.items()}
 
 
-def plain(value: Any, where: str) -> Any:
-    """``value`` as msgpack and JSON know it: arrays as lists, dates and decimals as text."""
-    if value is None or isinstance(value, (str, bool, float, bytes)):
+def plain(value: Any, where: str, depth: int = 0) -> Any:
+    """``value`` as msgpack and JSON know it: arrays as lists, dates and decimals as text.
+
+    Raises DataError for what has no such form, or is nested ``_DEEPEST`` deep.
+    """
+    if value is None or isinstance(value, (bool, float, bytes)):
         return value
+    if isinstance(value, str):
+        return _text(value, where)
     if isinstance(value, int):
         return int(value) if value in _INT_RANGE else str(value)
+    if depth == _DEEPEST:
+        raise DataError(f"{where}: found values nested {_DEEPEST} deep; expected fewer: flatten them")
     if isinstance(value, Mapping):
-        return {str(key): plain(item, where) for key, item in value.items()}
+        return {_text(str(key), where): plain(item, where, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-        return [plain(item, where) for item in items]
+        return [plain(item, where, depth + 1) for item in items]
     if isinstance(value, (np.ndarray, np.generic)):
-        return plain(value.tolist(), where)
+        return plain(value.tolist(), where, depth + 1)
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     if isinstance(value, (decimal.Decimal, uuid.UUID)):
@@ -179,6 +192,15 @@ def plain(value: Any, where: str) -> Any:
         f"{where}: found a {type(value).__name__}; expected text, numbers, lists or objects: "
         "leave the column out, or convert it"
     )
+
+
+def _text(value: str, where: str) -> str:
+    """``value``, if it is Unicode: JSON knows halves of characters, which UTF-8 and msgpack do not."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: found text that is no Unicode: {error}") from error
+    return value
 
 
 def _name(source: SourceSection) -> str:

@@ -21,11 +21,15 @@ from asyncrl.generators.base import Asleep, GeneratorStatistics, KVAfterSwap
 from asyncrl.rollout import GroupRequest
 from asyncrl.snapshot import GroupKey, Snapshot
 from asyncrl.types import Float32Array, GroupMeta
+from asyncrl.waiting import now
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_STOOD_STILL_S = 1.0
+"""A deadline that is noticed so much later tells of whoever waited, not of whom it waited for."""
 
 State = Literal["starting", "joining", "live", "dead"]
 """``joining``: it runs, but waits for the weights of a version to take work with."""
@@ -162,14 +166,25 @@ class Member:
             await asyncio.gather(task, death, return_exceptions=True)
 
     async def check(self, timeout_s: float) -> None:
-        """Ping it, and give it up when it does not answer, or not in time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.call(self.replica.ping())
-        except TimeoutError:
-            self.give_up(f"no answer to a ping in {timeout_s:g} s")
-        except InfrastructureError as error:
-            self.give_up(str(error))
+        """Ping it, and give it up when it does not answer, or not in time.
+
+        Where this process itself stood still meanwhile (stopped, or starved), no answer says nothing: it is
+        asked again.
+        """
+        while True:
+            began = now()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self.call(self.replica.ping())
+            except TimeoutError:
+                late_s = now() - began - timeout_s
+                if late_s > _STOOD_STILL_S:
+                    log.warning("this process stood still for %.1f s: %s is asked again", late_s, self.name)
+                    continue
+                self.give_up(f"no answer to a ping in {timeout_s:g} s")
+            except InfrastructureError as error:
+                self.give_up(str(error))
+            return
 
     async def watch(self, every_s: float, timeout_s: float) -> None:
         """Check it each ``every_s`` seconds, and then ask it for a snapshot while it has groups.

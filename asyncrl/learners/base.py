@@ -95,6 +95,8 @@ class StepResult:
     train_s: float = 0.0
     ranks: tuple[tuple[float, float], ...] = ()
     """(begun, ended) of each rank's own part, by the clock of the controller's loop; () where not known."""
+    recorded: bool = False
+    """Whether the batch was only to be put on record: nothing trains, and no other is tried in its place."""
 
 
 def finite(metrics: Metrics) -> Metrics:

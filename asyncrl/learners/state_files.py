@@ -18,10 +18,11 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
-from safetensors import safe_open
+from pydantic import NonNegativeInt, TypeAdapter
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncrl.checkpoint.files import FileEntry, sync_folder, write_file, written
@@ -36,9 +37,9 @@ _FORMAT_VERSION: Final = 1
 class Slab:
     """What one of several ranks has of a tensor that they divide: ``first`` to ``last`` of a dimension."""
 
-    dim: int
-    first: int
-    last: int
+    dim: NonNegativeInt
+    first: NonNegativeInt
+    last: NonNegativeInt
 
     def of(self, whole: Tensor) -> Tensor:
         """The slab, a view."""
@@ -50,12 +51,12 @@ class Part:
     """Which part of a parameter a rank has."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[NonNegativeInt, ...]
     """Of the whole parameter."""
-    start: int
+    start: NonNegativeInt
     """Where the part begins in the flattened parameter, or in its flattened slab."""
-    numel: int
-    updates: int
+    numel: NonNegativeInt
+    updates: NonNegativeInt
     """Optimizer updates that the parameter has seen; 0: it has no moments."""
     slab: Slab | None = None
     """Of the ranks that divide the parameter, what this one has; None: it is not divided."""
@@ -64,6 +65,10 @@ class Part:
     def kinds(self) -> tuple[Kind, ...]:
         """What there is of it."""
         return ("weight", *MOMENTS) if self.updates else ("weight",)
+
+
+_PARTS: Final = TypeAdapter(list[Part])
+"""From JSON; files of runs before tensor parallelism name no slab."""
 
 
 def write_state(
@@ -152,9 +157,13 @@ class SavedState:
             first, last = max(start, part.start), min(end, part.start + part.numel)
             if first >= last:
                 continue
-            with safe_open(self._folder / f"{stem}.safetensors", framework="pt") as file:
-                values = file.get_slice(f"{kind}/{part.name}")[first - part.start : last - part.start]
-            result[first - start : last - start] = values
+            path = self._folder / f"{stem}.safetensors"
+            try:
+                with safe_open(path, framework="pt") as file:
+                    values = file.get_slice(f"{kind}/{part.name}")[first - part.start : last - part.start]
+                result[first - start : last - start] = values
+            except (OSError, SafetensorError, RuntimeError, IndexError, TypeError) as error:
+                raise CheckpointError(f"{path}: {kind}/{part.name} cannot be read: {error}") from error
         return result
 
     def require(self, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -190,7 +199,7 @@ def _cover(shape: tuple[int, ...], parts: Sequence[Part]) -> bool:
         return len(slabs) == 1 and _in_a_row([(p.start, p.numel) for p in parts], prod(shape))
     divided = [slab for slab in slabs if slab is not None]
     dim = divided[0].dim
-    if any(slab.dim != dim for slab in divided) or not 0 <= dim < len(shape):
+    if any(slab.dim != dim for slab in divided) or dim >= len(shape) or not shape[dim]:
         return False
     if not _in_a_row([(slab.first, slab.last - slab.first) for slab in divided], shape[dim]):
         return False
@@ -208,21 +217,14 @@ def _in_a_row(runs: Sequence[tuple[int, int]], total: int) -> bool:
     return in_a_row and sum(length for _, length in runs) == total
 
 
-def _part(entry: dict[str, Any]) -> Part:
-    """From JSON; files of runs before tensor parallelism name no slab."""
-    slab = entry.get("slab")
-    shape = tuple(entry["shape"])
-    return Part(**{**entry, "shape": shape, "slab": None if slab is None else Slab(**slab)})
-
-
 def _indices(folder: Path) -> Iterator[tuple[str, Part]]:
     files = sorted(folder.glob("rank-*.json"))
     for path in files:
         try:
             document = json.loads(path.read_bytes())
             version, ranks = document["format_version"], document["ranks"]
-            parts = [_part(entry) for entry in document["parts"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            parts = _PARTS.validate_python(document["parts"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         if version != _FORMAT_VERSION:
             raise CheckpointError(

@@ -333,6 +333,17 @@ class StalenessBudget:
             )
         self._version += 1
 
+    def forgo_updates(self, count: int = 1) -> None:
+        """So many of the run's updates will not be made, nor tried again: ``steps`` comes down by as many.
+
+        BudgetError where fewer are left.
+        """
+        if self.steps - count < self._version:
+            raise BudgetError(
+                f"{count} updates were forgone, but the run has {self.steps - self._version} left"
+            )
+        self.steps -= count
+
     def set_live(self, version: int) -> None:
         """Every replica that takes new work samples with ``version`` or a later one: g = version.
 

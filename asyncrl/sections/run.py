@@ -25,6 +25,15 @@ class RunSection(Section):
     """Seconds without progress before a stall report is logged."""
     max_unusable_groups: PositiveInt = 128
     """Groups in a row that fail or are filtered before the run ends with an error."""
+    max_restarts: NonNegativeInt = 0
+    """Failures of infrastructure in a row (a dead learner rank, too few generators, a lost node) after which
+    the same command starts the run again from its last checkpoint. A later one begins the row anew."""
+    restart_backoff_s: PositiveFloat = 10.0
+    """Seconds before the first restart of a row; each wait is twice the one before, at most ten minutes."""
+    rollout_only: bool = False
+    """Record ``steps`` batches of the start model in ``rollouts/``, with no learner (``--rollout-only``)."""
+    replay: str | None = None
+    """Train on what this run's folder holds in ``rollouts/``, without a generator (``--replay``)."""
 
     @property
     def folder(self) -> Path:

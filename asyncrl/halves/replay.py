@@ -1,0 +1,56 @@
+"""What stands in the generators' place where a run trains on recorded rollouts.
+
+Invariants:
+- Groups come as they were recorded: tokens, log-probs, versions and rewards; their ordinals are this run's.
+- None comes before its youngest token's version is there: else the run has come out of step, and says so.
+- Figures about generators are left out or 0: there are none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncrl.errors import ReplayError
+from asyncrl.generators.pool import GeneratorPool
+from asyncrl.halves.recording import Recording
+from asyncrl.rollout import GroupRequest
+from asyncrl.snapshot import Salvage
+from asyncrl.types import GroupMeta
+
+
+class RecordedPool(GeneratorPool):
+    """A pool without a replica: what it is asked for is in ``recording``.
+
+    ``store`` makes of payloads what the learner is handed; called in a thread.
+    """
+
+    def __init__(self, recording: Recording, store: Callable[[Sequence[bytes]], Sequence[Any]]) -> None:
+        super().__init__([], min_replicas=0)
+        self._recording = recording
+        self._store = store
+
+    async def run_group(
+        self,
+        request: GroupRequest,
+        *,
+        limit_s: float | None = None,
+        version: int | None = None,
+        alone: bool = False,
+        salvage: Salvage | None = None,
+    ) -> tuple[GroupMeta, Any]:
+        """The recorded group of this ordinal. Raises ReplayError where the policy is not that far yet."""
+        ordinal, newest = request.task.ordinal, self._recording.newest_version(request.task.ordinal)
+        if newest > self.newest_version:
+            raise ReplayError(
+                f"recorded group {ordinal} ({request.task.uid}) holds tokens of version {newest}, but the "
+                f"policy is at {self.newest_version}: updates of this run were skipped that the recorded run "
+                "made; look at why they were not finite"
+            )
+        return await asyncio.to_thread(self._fetch, ordinal)
+
+    def _fetch(self, ordinal: int) -> tuple[GroupMeta, Any]:
+        meta, payload = self._recording.group(ordinal)
+        (stored,) = self._store([payload])
+        return meta, stored
