@@ -60,39 +60,30 @@ def load(setup: Mapping[str, Any]) -> Make:
     if path == TOOLS:
         tools = {"tools": setup["tools"], "parse": setup["parse"], **args}
         return lambda settle: OwnEnvironment(ToolEnvironment(**tools, settle=settle), settle)
-    if path == SKYRL or path.startswith(_REGISTERED):
-        make = by_row(path.removeprefix(_REGISTERED) if path != SKYRL else None, args, folder)
-        return lambda settle: SkyRLEnvironment(make, settle, setup["max_turns"])
-    found = load_function(path, folder, is_wanted=lambda thing: callable(thing) or _is_shared(thing))
-    form = setup["form"]
-    if inspect.isclass(found) or not callable(found):
-        form = recognise(found) if form == "auto" else form
+    if _is_registered(path):
+        registered = by_row(path.removeprefix(_REGISTERED) if path != SKYRL else None, args, folder)
+        return lambda settle: SkyRLEnvironment(registered, settle, setup["max_turns"])
+    found = _found(path, folder)
+    form = _told(found) if setup["form"] == "auto" else setup["form"]
     if form == SKYRL:
-        make = of_class(found, args)
-        return lambda settle: SkyRLEnvironment(make, settle, setup["max_turns"])
-    if inspect.isclass(found) and form == "verifiers" and not hasattr(found, "env_response"):
+        of_row = of_class(found, args)
+        return lambda settle: SkyRLEnvironment(of_row, settle, setup["max_turns"])
+    if form == "verifiers" and inspect.isclass(found) and not _is_shared(found):
         task_type = found.task_type() if hasattr(found, "task_type") else found
         require_offline(task_type)
         return lambda settle: VerifiersTask(task_type, settle)
-    if callable(found):
-        _require_arguments(found, path, args)
-    made = _made(found, path, args) if form in ("auto", "verifiers") else None
-    form = recognise(made) if form == "auto" else form
+    _require_arguments(found, path, args)
+    made = _made(found, path, args) if form in (None, "verifiers") else None
+    form = recognise(made) if form is None else form
     read = reader(setup["parse"], folder)
     if form == "verifiers":
         rubric_of(made)
         return lambda settle: VerifiersEnvironment(made, settle, read)
     if made is not None:
         close(made, alone)
-    if made is not None or inspect.isclass(found):
-        _require_methods(found if made is None else made, path, form)
+    _require_methods(found if made is None else made, path, form)
     if form == "trl":
-        if setup["form"] == "auto" and not inspect.isclass(_product(found)):
-            raise ConfigError(
-                f"{path}: found a function that makes TRL's environments, without a class as its return "
-                "annotation; expected one, so that the prompt can show the tools: annotate it, or set "
-                "environment.form to trl"
-            )
+        _require_shown(found, path, setup["form"])
         return lambda settle: TRLEnvironment(found(**args), settle, read)
     return lambda settle: OwnEnvironment(found(**args), settle)
 
@@ -104,9 +95,9 @@ def tool_schemas(section: EnvironmentSection, folder: Path) -> list[dict[str, An
     """
     if section.tools:
         return [schema(load_function(path, folder)) for path in section.tools]
-    if section.path == TOOLS or section.path.startswith(SKYRL) or section.form not in ("auto", "trl"):
+    if section.path == TOOLS or _is_registered(section.path) or section.form not in ("auto", "trl"):
         return []
-    found = load_function(section.path, folder, is_wanted=lambda thing: callable(thing) or _is_shared(thing))
+    found = _found(section.path, folder)
     product = _product(found)
     if section.form == "trl":
         thing = product if inspect.isclass(product) else _made(found, section.path, section.args)
@@ -115,8 +106,25 @@ def tool_schemas(section: EnvironmentSection, folder: Path) -> list[dict[str, An
     return [schema(tool) for tool in methods(product).values()] if is_trl else []
 
 
+def _found(path: str, folder: Path) -> Any:
+    return load_function(path, folder, is_wanted=lambda thing: callable(thing) or _is_shared(thing))
+
+
+def _is_registered(path: str) -> bool:
+    """Whether ``path`` is no file's or module's, but means skyrl_gym's registry."""
+    return path == SKYRL or path.startswith(_REGISTERED)
+
+
 def _is_shared(thing: Any) -> bool:
+    """Whether it is of verifiers v0, so that one serves all trajectories."""
     return hasattr(thing, "env_response")
+
+
+def _told(found: Any) -> str | None:
+    """The form of a class or an object; None of a function whose product has to be seen."""
+    if inspect.isclass(found) or not callable(found):
+        return recognise(found)
+    return SKYRL if "extras" in inspect.signature(found).parameters else None
 
 
 def _product(found: Any) -> Any:
@@ -139,7 +147,9 @@ def _made(found: Any, path: str, args: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{path} failed with args {dict(args)}: {type(error).__name__}: {error}") from error
 
 
-def _require_arguments(found: Callable[..., Any], path: str, args: Mapping[str, Any]) -> None:
+def _require_arguments(found: Any, path: str, args: Mapping[str, Any]) -> None:
+    if not callable(found):
+        return
     try:
         inspect.signature(found).bind(**args)
     except TypeError as error:
@@ -147,9 +157,20 @@ def _require_arguments(found: Callable[..., Any], path: str, args: Mapping[str, 
 
 
 def _require_methods(thing: Any, path: str, form: str) -> None:
+    if inspect.isfunction(thing):
+        return  # its product is seen when it is made
     needed = ("reset",) if form == "trl" else ("reset", "step")
     missing = [name for name in needed if not callable(getattr(thing, name, None))]
     if missing:
         raise ConfigError(
             f"{path}: found no method {' and no '.join(missing)}; expected {' and '.join(needed)}"
+        )
+
+
+def _require_shown(found: Any, path: str, form: str) -> None:
+    if form == "auto" and not inspect.isclass(_product(found)):
+        raise ConfigError(
+            f"{path}: found a function that makes TRL's environments, without a class as its return "
+            "annotation; expected one, so that the prompt can show the tools: annotate it, or set "
+            "environment.form to trl"
         )

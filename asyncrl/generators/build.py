@@ -132,10 +132,11 @@ async def build_host(
 
     rollout: Rollout = single_turn
     if config.environment is not None:
+        tools = await asyncio.to_thread(tool_schemas, config.environment, folder)
         rollout = MultiTurn(
             environments[0],
             config.environment,
-            TurnEncoder(config.data, tokenizer, tool_schemas(config.environment, folder)),
+            TurnEncoder(config.data, tokenizer, tools),
             decode,
             config.data.max_prompt_tokens,
         )

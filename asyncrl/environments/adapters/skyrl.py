@@ -21,7 +21,7 @@ Make = Callable[[str | None, dict[str, Any]], Any]
 """From a row's ``env_class`` and its extras to an environment."""
 
 _NO_EXTRAS = ("prompt", "env_class")
-_KEYS = {"observations", "reward", "done", "metadata", "postprocessed_action"}
+_KEYS = {"observations", "reward", "done"}
 
 
 class SkyRLEnvironment:
@@ -44,10 +44,10 @@ class SkyRLEnvironment:
 
     def step(self, message: Message) -> Step:
         result = self._settle(self._made.step(message["content"]))
-        if not isinstance(result, Mapping) or not {"observations", "reward", "done"} <= set(result) <= _KEYS:
+        if not isinstance(result, Mapping) or not _KEYS <= set(result):
             raise BadAnswerError(
                 f"step: found {sorted(result) if isinstance(result, Mapping) else type(result).__name__}; "
-                "expected a dict with observations, reward, done and metadata"
+                "expected a dict with observations, reward and done"
             )
         if result.get("postprocessed_action") not in (None, message["content"]):
             raise BadAnswerError(

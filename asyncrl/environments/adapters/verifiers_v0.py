@@ -34,10 +34,11 @@ class VerifiersEnvironment:
         self._cleaned = False
 
     def reset(self, row: Mapping[str, Any], prompt: Sequence[Message]) -> Step:
+        truth = truth_of(row)
         begun = {
             "example_id": 0,
             "info": {},
-            "answer": truth_of(row),
+            "answer": truth if truth is not None else "",
             **row,
             "prompt": [dict(message) for message in prompt],
         }
