@@ -44,7 +44,7 @@ class SkyRLEnvironment:
 
     def step(self, message: Message) -> Step:
         result = self._settle(self._made.step(message["content"]))
-        if not isinstance(result, Mapping) or not _KEYS <= set(result):
+        if not isinstance(result, Mapping) or not set(result) >= _KEYS:
             raise BadAnswerError(
                 f"step: found {sorted(result) if isinstance(result, Mapping) else type(result).__name__}; "
                 "expected a dict with observations, reward and done"
