@@ -353,18 +353,18 @@ class RewardPool:
             process.flush()
 
     def _on_reply(self, process: WorkerProcess, call_id: int, kind: str, payload: Any) -> None:
-        begun = process.head_since
+        begun, ended = process.head_since, asyncio.get_running_loop().time()
         call = process.running_async.pop(call_id, None)
         if call is None:
             call = process.head_done()
-            call.begun = begun
+            call.begun, ended = begun, process.head_since  # as the next one begins
         if call.id != call_id:
             raise InvariantError(f"found a reply to call {call_id}; expected one to call {call.id}")
         if kind == wire.ADVANCED:
             call.since = process.head_since
             process.running_async[call.id] = call
             return
-        call.worker, call.ended = process.seat, asyncio.get_running_loop().time()
+        call.worker, call.ended = process.seat, ended
         self._counts[kind] += 1
         if kind == wire.SCORED:
             if not call.future.done():
