@@ -259,7 +259,7 @@ def _beyond_loopback(line: str, guard: str | None) -> Finding:
     return Finding(
         "listening",
         "warn",
-        f"{line}: beyond loopback, and nothing guards it",
+        f"{line}: beyond loopback, and no guard of it is known",
         "let nobody else into this network (firewall, VPN); for Ray, RAY_AUTH_MODE=token before it starts",
     )
 

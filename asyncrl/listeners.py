@@ -6,7 +6,7 @@ Invariants:
 - What bears no sign of a guard counts as having none.
 
 Of a Ray worker, the socket on all interfaces is Ray's own service, which asks for the token where
-authentication is on; one on a single address is that of a process group or its store, which asks nobody.
+authentication is on; one on a single address may be that of a process group or its store, which ask nobody.
 """
 
 from __future__ import annotations

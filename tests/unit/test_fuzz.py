@@ -52,7 +52,7 @@ from .test_halves import go
 from .test_ready_groups import ready_group
 from .test_resume import OF, config_in, leg
 
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=40, deadline=None)
 KEYS = st.sampled_from(["prompt", "question", "answer", "metadata", "role", "content", "data_source"])
 LEAVES = (
     st.none()
@@ -335,7 +335,7 @@ def newest(run: Path) -> Path:
     return store.path(store.steps()[-1])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_a_checkpoint_whose_files_say_anything(run: Path, folder: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["state.json", "config.yaml", "ready.msgpack"]))
@@ -352,7 +352,7 @@ def test_a_checkpoint_whose_files_say_anything(run: Path, folder: Path, data: st
             prepare(config_in(place.parent, *SETTINGS), OF)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.sampled_from(["metrics.jsonl", "ledger.jsonl", "checkpoints/best.json"]), st.data())
 def test_a_run_whose_lines_say_anything(run: Path, folder: Path, name: str, data: st.DataObject) -> None:
     with copied(run, folder) as place:
@@ -415,7 +415,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config.run.folder
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_recordings(recorded: Path, folder: Path, data: st.DataObject) -> None:
     with copied(recorded, folder) as place:

@@ -67,7 +67,7 @@ def test_ours_are_found_with_the_addresses_that_they_are_on(tmp_path: Path) -> N
         (warned,) = (finding for text, finding in findings.items() if text.startswith(line))
         assert warned.status == "warn"
         assert "beyond loopback" in warned.found
-        assert "nothing guards it" in warned.found
+        assert "no guard of it is known" in warned.found
 
 
 @pytest.mark.parametrize(("mode", "guard"), [("token", "Ray's token"), ("disabled", None), ("", None)])
