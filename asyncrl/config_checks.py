@@ -70,12 +70,27 @@ def model_problems(model: ModelSection) -> list[str]:
 
 
 def environment_problems(environment: EnvironmentSection) -> list[str]:
-    """Tools are for the built-in environment, which has nothing else."""
+    """Tools are for the built-in environment, which has nothing else, and a command is for an agent."""
+    if environment.kind == "agent":
+        return _agent_problems(environment)
+    if environment.command:
+        return [f"command: found it with kind {environment.kind!r}; expected kind 'agent', or no command"]
     if (environment.path == "tools") == bool(environment.tools):
         return []
     if environment.tools:
         return [f"tools: found them with path {environment.path!r}; expected path 'tools', or no tools"]
     return ["tools: found none with path 'tools'; expected at least 1 function"]
+
+
+def _agent_problems(environment: EnvironmentSection) -> list[str]:
+    if environment.tools:
+        return ["tools: found them with kind 'agent'; expected none: an agent offers its own with its calls"]
+    if (environment.path == "command") != bool(environment.command):
+        found = f"path {environment.path!r} with {len(environment.command)} words of command"
+        return [f"command: found {found}; expected path 'command' and a command, or another path and none"]
+    if environment.command and environment.args:
+        return ["args: found them with a command; expected none: write them into the command"]
+    return []
 
 
 def creation_problems(create: CreateSection) -> list[str]:

@@ -11,40 +11,17 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from asyncrl.config import ENVIRONMENT, EnvironmentSection
 from asyncrl.environments.base import ModelClient, RolloutResult
 from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.environments.tokens import TurnTokens
 from asyncrl.environments.turns import TurnEncoder
 from asyncrl.errors import EnvironmentValueError
 from asyncrl.types import Completion, FinishReason, Task
 from asyncrl.waiting import now
-
-
-@dataclass(slots=True)
-class _Tokens:
-    """A trajectory as it grows; all lists have one length."""
-
-    ids: list[int] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def sampled(self, completion: Completion) -> None:
-        self.ids += completion.token_ids.tolist()
-        self.mask += [True] * len(completion.token_ids)
-        self.logprobs += completion.logprobs.tolist()
-        self.versions += completion.versions.tolist()
-
-    def observed(self, ids: Sequence[int]) -> None:
-        self.ids += ids
-        self.mask += [False] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [self.versions[-1]] * len(ids)
 
 
 class MultiTurn:
@@ -70,7 +47,7 @@ class MultiTurn:
         ends_at = None if section.max_time_s is None else now() + section.max_time_s
         async with self._pool.session(task.uid) as session:
             prompt_ids = self._prompt(task, await session.reset(task.row))
-            tokens = _Tokens()
+            tokens = TurnTokens()
             messages: list[Mapping[str, Any]] = []
             rewards: dict[str, float] = {}
             finish: FinishReason = "length"
@@ -95,18 +72,9 @@ class MultiTurn:
                     break
                 tokens.observed(observation)
                 messages += step.messages
-        return RolloutResult(
-            prompt_ids=np.asarray(prompt_ids, np.int32),
-            token_ids=np.asarray(tokens.ids, np.int32),
-            loss_mask=np.asarray(tokens.mask, np.bool_),
-            logprobs=np.asarray(tokens.logprobs, np.float32),
-            versions=np.asarray(tokens.versions, np.int32),
-            finish_reason=finish,
-            messages=messages,
-            rewards=rewards,
-        )
+        return tokens.result(prompt_ids, finish, messages, rewards)
 
-    async def _turn(self, client: ModelClient, prompt_ids: Sequence[int], tokens: _Tokens) -> Completion:
+    async def _turn(self, client: ModelClient, prompt_ids: Sequence[int], tokens: TurnTokens) -> Completion:
         """The model's next message, within what is left of the tokens."""
         whole = client.sampling
         room = whole.max_new_tokens - len(tokens.ids)

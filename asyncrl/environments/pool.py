@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from asyncrl.environments import tools
+from asyncrl.environments import agents, tools
 from asyncrl.environments.protocol import Message, Step
 from asyncrl.environments.worker import DONE
 from asyncrl.errors import (
@@ -35,6 +35,7 @@ from asyncrl.errors import (
 )
 from asyncrl.rewards.process import Replies, WorkerProcess, spawn
 from asyncrl.rewards.worker import BAD_VALUE, REFUSED
+from asyncrl.sections.rewards import COMMAND
 
 if TYPE_CHECKING:
     from asyncrl.config import EnvironmentSection
@@ -53,11 +54,16 @@ class _Call:
 
     what: str
     answer: asyncio.Future[list[Any]]
-    timer: asyncio.TimerHandle
+    timer: asyncio.TimerHandle | None
+
+    def untimed(self) -> None:
+        """It is late no more."""
+        if self.timer is not None:
+            self.timer.cancel()
 
     def fail(self, error: EnvironmentFaultError) -> None:
         """End it with ``error``, unless its waiter was cancelled."""
-        self.timer.cancel()
+        self.untimed()
         if not self.answer.done():
             self.answer.set_exception(error)
 
@@ -87,9 +93,10 @@ class EnvironmentPool:
         self, section: EnvironmentSection, *, folder: Path | None = None, cores: tuple[int, ...] = ()
     ) -> None:
         self._section = section
+        path, args = _environment(section)
         self._setup = {
-            "path": section.path if section.path != _TOOLS else f"{tools.__name__}:ToolEnvironment",
-            "args": section.args if section.path != _TOOLS else {"tools": section.tools, **section.args},
+            "path": path,
+            "args": args,
             "max_observation_chars": section.max_observation_chars,
             "folder": str((folder or Path.cwd()).resolve()),
             "cores": list(cores),
@@ -132,18 +139,27 @@ class EnvironmentPool:
                 home.send([0, session.number, "close", None])
             self._end_if_left(home)
 
-    async def call(self, session: Session, verb: str, argument: Any) -> Step:
-        """Have the session's environment do something, within ``environment.timeout_s``."""
-        home, what = session.home, f"{session.uid}: {verb} of environment {self._section.path!r}"
+    async def call(self, session: Session, verb: str, argument: Any, *, awaited: bool = False) -> Step:
+        """Have the session's environment do something, within ``environment.timeout_s``.
+
+        ``awaited``: it may take as long as somebody waits for it, and then so long to end.
+        """
+        home, what = session.home, f"{session.uid}: {verb} of {self._section.what}"
         if home not in self._homes:
             raise EnvironmentWorkerError(f"{what}: its process has ended")
         self._next_id += 1
         call_id = self._next_id
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._section.timeout_s, self._late, home, call_id)
+        timeout_s = self._section.timeout_s
+        timer = None if awaited else loop.call_later(timeout_s, self._late, home, call_id)
         call = home.pending[call_id] = _Call(what, loop.create_future(), timer)
         home.send([call_id, session.number, verb, argument])
-        kind, payload = await call.answer
+        try:
+            kind, payload = await call.answer
+        except asyncio.CancelledError:
+            if call_id in home.pending and call.timer is None:
+                call.timer = loop.call_later(timeout_s, self._late, home, call_id)
+            raise
         if kind == DONE:
             messages, done, reward = payload
             return Step(tuple(messages), done, reward)
@@ -201,7 +217,7 @@ class EnvironmentPool:
             self._changed.notify_all()
 
     async def _started(self) -> tuple[_Home, Replies]:
-        path = self._section.path
+        path = self._section.name
         process = await spawn(self._setup, self._section.timeout_s, module=_MODULE)
         replies = Replies(process.incoming)
         try:
@@ -229,7 +245,7 @@ class EnvironmentPool:
                 for call_id, kind, payload in messages:
                     call = home.pending.pop(call_id, None)
                     if call is not None:
-                        call.timer.cancel()
+                        call.untimed()
                         if not call.answer.done():
                             call.answer.set_result([kind, payload])
         except Exception:
@@ -284,3 +300,22 @@ class Session:
     async def step(self, message: Message) -> Step:
         """Give it the model's message. Raises EnvironmentFaultError."""
         return await self._pool.call(self, "step", dict(message))
+
+    async def play(self, base_url: str) -> Step:
+        """Where it is an agent: have it play, with the policy at ``base_url``, for as long as this is
+        awaited.
+
+        Raises EnvironmentFaultError.
+        """
+        return await self._pool.call(self, "step", {"base_url": base_url}, awaited=True)
+
+
+def _environment(section: EnvironmentSection) -> tuple[str, dict[str, Any]]:
+    """Path and arguments of what a worker makes for each session."""
+    if section.kind == "agent" and section.path == COMMAND:
+        return f"{agents.__name__}:CommandAgent", {"command": section.command}
+    if section.kind == "agent":
+        return f"{agents.__name__}:FunctionAgent", {"path": section.path, "args": section.args}
+    if section.path == _TOOLS:
+        return f"{tools.__name__}:ToolEnvironment", {"tools": section.tools, **section.args}
+    return section.path, section.args

@@ -27,7 +27,7 @@ from asyncrl.functions import load_function
 if TYPE_CHECKING:
     from asyncrl.config import EnvironmentSection
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
 _TYPES: dict[Any, str] = {
     str: "string",
@@ -85,10 +85,11 @@ class ToolEnvironment:
 
 def tool_calls(text: str) -> list[ToolCall]:
     """The calls in a message, in their order."""
-    return [_read(body) for body in _CALL.findall(text)]
+    return [read_call(body) for body in CALL.findall(text)]
 
 
-def _read(body: str) -> ToolCall:
+def read_call(body: str) -> ToolCall:
+    """What stands between the marks of a call."""
     try:
         call = json.loads(body)
     except ValueError:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import DataSection
-from asyncrl.data.templates import PromptTemplate, prompt_key
+from asyncrl.data.templates import PromptTemplate, plain_text, prompt_key
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +38,16 @@ class TurnEncoder:
         """The prompt of a row with the environment's own first messages behind it."""
         template = PromptTemplate(self._data, self._tokenizer, prompt_key(self._data, list(row)), self._tools)
         return template.encode([template.text(row, where, added)])[0]
+
+    def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A conversation from its beginning, up to where the next turn begins."""
+        if not self._chat:
+            return [int(i) for i in self._tokenizer(plain_text(messages))["input_ids"]]
+        return self._encoded(self._rendered(messages, begins_next=True))
+
+    def text(self, text: str) -> list[int]:
+        """Text that stands behind other text."""
+        return self._encoded(text)
 
     def between(self, last_id: int | None, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """What follows a turn that ended with the token ``last_id``, up to where the next turn begins.

@@ -33,7 +33,10 @@ Call = tuple[int, str, Any]
 
 
 class Session:
-    """One environment on a thread of its own; ``calls`` is what it is asked, in order."""
+    """One environment on a thread of its own; ``calls`` is what it is asked, in order.
+
+    Where it can be interrupted, it is as soon as it is to be closed, whatever it does.
+    """
 
     def __init__(
         self, make: Callable[[], Any], most_characters: int, send: Callable[[list[Any]], None]
@@ -42,7 +45,14 @@ class Session:
         self._make = make
         self._most_characters = most_characters
         self._send = send
+        self._interrupt: Callable[[], None] | None = None
         threading.Thread(target=self._serve, name="environment", daemon=True).start()
+
+    def close(self, call_id: int) -> None:
+        """Have it closed once it is done with what it was asked before."""
+        if self._interrupt is not None:
+            self._interrupt()
+        self.calls.put((call_id, "close", None))
 
     def _serve(self) -> None:
         environment: Any = None
@@ -52,6 +62,7 @@ class Session:
                 try:
                     if environment is None and verb != "close":
                         environment = self._make()
+                        self._interrupt = getattr(environment, "interrupt", None)
                     step = self._run(runner, environment, verb, argument)
                 except _Refused as error:
                     reply = [call_id, BAD_VALUE, str(error)]
@@ -94,7 +105,10 @@ async def _awaited(result: Any) -> Any:
 
 
 def load(setup: Mapping[str, Any]) -> Callable[[], Any]:
-    """What makes one environment. Raises ConfigError where there is no such class, or it lacks a method."""
+    """What makes one environment. Raises ConfigError where there is no such class, or it lacks a method.
+
+    A class may have a ``check`` of its arguments, which raises ConfigError too.
+    """
     found = load_function(setup["path"], Path(setup["folder"]))
     if inspect.isclass(found):
         missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
@@ -106,6 +120,9 @@ def load(setup: Mapping[str, Any]) -> Callable[[], Any]:
         inspect.signature(found).bind(**setup["args"])
     except TypeError as error:
         raise ConfigError(f"{setup['path']}: args {setup['args']}: {error}") from error
+    check = getattr(found, "check", None)
+    if inspect.isclass(found) and found.__module__.startswith("asyncrl.") and check is not None:
+        check(**setup["args"])
     return lambda: found(**setup["args"])
 
 
@@ -122,9 +139,10 @@ def main() -> None:
         for call_id, number, verb, argument in calls.get():
             if number not in sessions:
                 sessions[number] = Session(make, setup["max_observation_chars"], send)
-            sessions[number].calls.put((call_id, verb, argument))
             if verb == "close":
-                del sessions[number]
+                sessions.pop(number).close(call_id)
+            else:
+                sessions[number].calls.put((call_id, verb, argument))
 
 
 if __name__ == "__main__":
