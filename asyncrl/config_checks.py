@@ -120,6 +120,7 @@ def contradictions(config: Config) -> list[str]:
         *_reference(config),
         *_critic(config),
         *_rewards(config),
+        *_agents(config),
         *adapter_contradictions(config),
         *backend_contradictions(config),
         *placement_contradictions(config),
@@ -185,6 +186,24 @@ def length_problems(config: Config, positions: int, name: str) -> list[str]:
                 f"expected at most {name} = {positions}: shorten prompts or answers by "
                 f"{prompt + answer - positions} tokens, or use a model with more positions"
             )
+    return problems
+
+
+def _agents(config: Config) -> list[str]:
+    environment, replicas = config.environment, config.generators.replicas
+    if environment is None or environment.kind != "agent":
+        return []
+    problems = []
+    if config.algorithm.learns_from_pairs:
+        problems.append(
+            f"algorithm.loss: found {config.algorithm.loss!r} with environment.kind 'agent', whose samples "
+            "may have several rows; expected a loss that compares no pairs"
+        )
+    if environment.serve.port and replicas > 1:
+        problems.append(
+            f"environment.serve.port: found {environment.serve.port} for {replicas} generators; expected 0 "
+            "(any that is free), or generators.replicas = 1"
+        )
     return problems
 
 

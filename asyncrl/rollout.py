@@ -227,7 +227,13 @@ class _RunningGroup:
         self.clients = [
             EngineClient(engine, request, i, begun.get(i), tracks, listening) for i in range(request.answers)
         ]
-        self.finished = {t.sample: t for t in before.group.answers} if before is not None else {}
+        earlier = before.group.answers if before is not None else ()
+        self.finished = {t.sample: t for t in earlier if not t.row}
+        self.rows: dict[int, list[Trajectory]] = {}
+        """By sample, what it has beside the row that was rewarded."""
+        for row in earlier:
+            if row.row:
+                self.rows.setdefault(row.sample, []).append(row)
         self.messages: dict[int, Messages] = {}
         """By sample; of those that another host had finished there are none."""
 
@@ -241,7 +247,7 @@ class _RunningGroup:
         return PartialGroup(group, begun)
 
     def of(self, answers: Iterable[Trajectory]) -> Group:
-        """The group with these answers."""
+        """The group with these answers, and the further rows of each."""
         request = self.request
         samples: list[Trajectory] = []
         baseline: Trajectory | None = None
@@ -249,7 +255,9 @@ class _RunningGroup:
             if request.is_baseline(answer.sample):
                 baseline = answer
             else:
-                samples.append(answer)
+                rows = self.rows.get(answer.sample, ())
+                rewarded = (replace(row, reward=answer.reward, rewards=answer.rewards) for row in rows)
+                samples += [answer, *rewarded]
         return Group(request.task.ordinal, request.task.uid, request.start_version, tuple(samples), baseline)
 
 
@@ -380,6 +388,16 @@ class RolloutHost:
             group.messages[sample] = result.messages
         except RolloutError as error:
             return SampleFailure(sample, request.attempt, type(error).__name__, str(error))
+        answer, *rows = (
+            self._trajectory(request, sample, score, row, number)
+            for number, row in enumerate((result, *result.earlier))
+        )
+        group.rows[sample] = rows
+        return answer
+
+    def _trajectory(
+        self, request: GroupRequest, sample: int, score: Score, result: RolloutResult, row: int
+    ) -> Trajectory:
         return Trajectory(
             sample=sample,
             attempt=request.attempt,
@@ -392,6 +410,7 @@ class RolloutHost:
             finish_reason=result.finish_reason,
             rewards=score.parts,
             environment_tokens=int(np.count_nonzero(~result.loss_mask)),
+            row=row,
         )
 
     async def _scored_together(

@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import subprocess
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,14 @@ class FunctionAgent:
     """Calls ``path`` with a task, an address and ``args``."""
 
     def __init__(self, path: str, args: Mapping[str, Any]) -> None:
-        self._function = load_function(path, Path.cwd())
+        self._function = _loaded(path)
         self._args = args
-        for name, value in _NO_KEY.items():
-            os.environ.setdefault(name, value)
         self._task: Mapping[str, Any] = {}
 
     @classmethod
     def check(cls, path: str, args: Mapping[str, Any]) -> None:
         """Raise ConfigError where there is no such function, or it cannot be called so."""
-        function = load_function(path, Path.cwd())
+        function = _loaded(path)
         try:
             inspect.signature(function).bind({}, "", **args)
         except TypeError as error:
@@ -88,6 +86,12 @@ class CommandAgent:
         self._over = True
         if self._process is not None:
             self._process.kill()
+
+
+def _loaded(path: str) -> Callable[..., Any]:
+    for name, value in _NO_KEY.items():
+        os.environ.setdefault(name, value)  # before the import: modules make their clients there
+    return load_function(path, Path.cwd())
 
 
 def _reward_of(output: str) -> Any:

@@ -1,7 +1,7 @@
 """The calculator's game (``calculator.py``) as an agent that knows nothing of asyncrl but an address.
 
-All that it uses of the policy is OpenAI's client, ``pip install openai``: it would play as well with any other
-endpoint that speaks the same protocol.
+All that it uses of the policy is OpenAI's client, ``pip install openai``: it would play as well with any
+other endpoint that speaks the same protocol.
 """
 
 from __future__ import annotations

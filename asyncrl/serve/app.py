@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import TypeVar
 
 from starlette.applications import Starlette
@@ -137,17 +137,19 @@ class _EventStream(StreamingResponse):
     """A call's answer in pieces; the call is closed whatever becomes of its reader."""
 
     def __init__(self, call: Call, headers: Mapping[str, str]) -> None:
-        super().__init__(_events(call), headers=dict(headers), media_type="text/event-stream")
+        self._pieces = _events(call)
+        super().__init__(self._pieces, headers=dict(headers), media_type="text/event-stream")
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
+            await self._pieces.aclose()
             self._call.close()
 
 
-async def _events(call: Call) -> AsyncIterator[bytes]:
+async def _events(call: Call) -> AsyncGenerator[bytes, None]:
     pieces: asyncio.Queue[Completion | None] = asyncio.Queue()
     sampling = asyncio.create_task(call.sample(pieces.put_nowait))
     sampling.add_done_callback(lambda _: pieces.put_nowait(None))

@@ -84,8 +84,8 @@ class Conversation:
         """Find what a call goes on from, and keep others off it until ``answered`` or ``dropped``."""
         history, messages = _history(request)
         found = max(
-            (end for end in self._ends if _extends(history, end.history)),
-            key=lambda end: len(end.history),
+            (end for end in reversed(self._ends) if _extends(history, end.history)),
+            key=lambda end: (len(end.history), not end.taken),
             default=None,
         )
         goes_on = found is not None and not found.taken

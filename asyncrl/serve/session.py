@@ -111,6 +111,8 @@ class AgentSession:
             call.close()
         if not self.broken.done():
             self.broken.cancel()
+        elif not self.broken.cancelled():
+            self.broken.exception()  # it was heard of, or nobody waits any more
 
     def failed(self, error: BaseException) -> Refusal:
         """What the client is told of an error, which is the run's too unless the request is to blame."""

@@ -64,3 +64,8 @@ def test_an_agents_calls_are_trained_token_by_token(tmp_path: Path) -> None:
         assert dict(answer.rewards) == {"environment": answer.reward}
         if between:
             assert 1 <= int(answer.loss_mask.argmin()) <= 12
+    rewritten = [a for a, between in zip(answers, foreign, strict=True) if not between]
+    assert [a.row for a in rewritten] == [0, 1] * (len(rewritten) // 2), "each such history is two rows"
+    assert all(a.reward == b.reward for a, b in zip(rewritten[::2], rewritten[1::2], strict=True))
+    assert len(answers) == len(samples) + len(rewritten) // 2
+    assert any(line.get("response_length/rows_mean", 0) > 1 for line in run.metrics)
