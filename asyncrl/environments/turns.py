@@ -42,12 +42,12 @@ class TurnEncoder:
     def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation from its beginning, up to where the next turn begins."""
         if not self._chat:
-            return [int(i) for i in self._tokenizer(plain_text(messages))["input_ids"]]
+            return self.plain(plain_text(messages), begins=True)
         return self._encoded(self._rendered(messages, begins_next=True))
 
-    def text(self, text: str) -> list[int]:
-        """Text that stands behind other text."""
-        return self._encoded(text)
+    def plain(self, text: str, *, begins: bool) -> list[int]:
+        """Text as it stands, without the chat template; ``begins``: nothing is before it."""
+        return [int(i) for i in self._tokenizer(text, add_special_tokens=begins)["input_ids"]]
 
     def between(self, last_id: int | None, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """What follows a turn that ended with the token ``last_id``, up to where the next turn begins.
@@ -84,4 +84,4 @@ class TurnEncoder:
         return str(text)
 
     def _encoded(self, text: str) -> list[int]:
-        return [int(i) for i in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return self.plain(text, begins=False)

@@ -106,10 +106,10 @@ class Conversation:
         else:
             encoder = self._encoders(())
             rest = history if end is None else history[len(end.history) :]
-            heard = ({"role": "user", "content": rest},) if isinstance(rest, str) else ()
-            if end is None and isinstance(rest, str):
-                return Context(tuple(encoder.opening([{"content": rest}])), history, (), None)
-            new = encoder.text(rest) if isinstance(rest, str) else [int(i) for i in rest]
+            heard, new = (), [int(i) for i in rest] if not isinstance(rest, str) else []
+            if isinstance(rest, str):
+                heard = ({"role": "user", "content": rest},)
+                new = encoder.plain(rest, begins=end is None)
             if end is None:
                 return Context(tuple(new), history, (), None)
         before = (*end.row.prompt_ids, *end.row.tokens.ids[: end.length])

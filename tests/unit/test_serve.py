@@ -174,7 +174,7 @@ async def test_calls_at_once_go_on_from_one_answer_without_sharing_tokens() -> N
 
 async def test_plain_completions_go_on_from_text_and_from_token_ids() -> None:
     model = Talker("two", "four", "six", "ten")
-    async with serving(tokenizer_of(None)) as (server, http):
+    async with serving() as (server, http):
         with server.open("train-0", model) as served:
 
             async def complete(prompt: Any, **more: Any) -> dict[str, Any]:
