@@ -437,6 +437,12 @@ async def test_256_sessions_at_once_each_get_their_own_answers() -> None:
     await engine.start()
 
     async def play(sample: int) -> None:
+        # A client each, as agents have: one over all would look through its 256 connections for every call.
+        own = httpx.AsyncClient(timeout=None, verify=False)
+        async with own as http:
+            await turns(sample, http)
+
+    async def turns(sample: int, http: httpx.AsyncClient) -> None:
         with server.open(f"train-{sample}", client_of(engine, sample)) as served:
             history = [user(f"{sample}")]
             for turn in range(2):
@@ -449,7 +455,7 @@ async def test_256_sessions_at_once_each_get_their_own_answers() -> None:
             assert result is not None
             assert (result.earlier, int(result.loss_mask.sum())) == ((), 16)
 
-    async with serving() as (server, http):
+    async with serving() as (server, _):
         await asyncio.gather(*(play(sample) for sample in range(256)))
     assert engine.statistics().running == engine.statistics().waiting == 0
 
