@@ -20,7 +20,7 @@ from asyncrl.sections.generators import GeneratorsSection
 from asyncrl.sections.learner import EngineSection, LearnerSection, LoraSection
 from asyncrl.sections.model import CreateSection, ModelSection, WarmStartSection
 from asyncrl.sections.placement import PlacementSection, SidePlacementSection, WeightSyncSection
-from asyncrl.sections.rewards import EnvironmentSection, RewardFunctionSection, RewardSection
+from asyncrl.sections.rewards import EnvironmentSection, RewardFunctionSection, RewardSection, ServeSection
 from asyncrl.sections.roles import CriticSection, ReferenceSection, RewardModelSection, RoleSection
 from asyncrl.sections.rollout import EvalSection, RolloutSection
 from asyncrl.sections.run import CheckpointSection, LogSection, RunSection
@@ -53,6 +53,7 @@ __all__ = [
     "RunSection",
     "ScheduleSection",
     "Section",
+    "ServeSection",
     "SidePlacementSection",
     "SourceSection",
     "Strategy",

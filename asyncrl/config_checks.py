@@ -71,7 +71,12 @@ def model_problems(model: ModelSection) -> list[str]:
 
 
 def environment_problems(environment: EnvironmentSection) -> list[str]:
-    """Tools are for the built-in environment, which has nothing else, and for the prompts of verifiers'."""
+    """Tools are for the built-in environment, which has nothing else, and for the prompts of verifiers'; a
+    command is for an agent."""
+    if environment.kind == "agent":
+        return _agent_problems(environment)
+    if environment.command:
+        return [f"command: found it with kind {environment.kind!r}; expected kind 'agent', or no command"]
     if (environment.path == "tools") == bool(environment.tools) or environment.form == "verifiers":
         return []
     if environment.tools:
@@ -80,6 +85,17 @@ def environment_problems(environment: EnvironmentSection) -> list[str]:
             "'tools', form 'verifiers', or no tools"
         ]
     return ["tools: found none with path 'tools'; expected at least 1 function"]
+
+
+def _agent_problems(environment: EnvironmentSection) -> list[str]:
+    if environment.tools:
+        return ["tools: found them with kind 'agent'; expected none: an agent offers its own with its calls"]
+    if (environment.path == "command") != bool(environment.command):
+        found = f"path {environment.path!r} with {len(environment.command)} words of command"
+        return [f"command: found {found}; expected path 'command' and a command, or another path and none"]
+    if environment.command and environment.args:
+        return ["args: found them with a command; expected none: write them into the command"]
+    return []
 
 
 def creation_problems(create: CreateSection) -> list[str]:
@@ -109,6 +125,7 @@ def contradictions(config: Config) -> list[str]:
         *_reference(config),
         *_critic(config),
         *_rewards(config),
+        *_agents(config),
         *adapter_contradictions(config),
         *backend_contradictions(config),
         *placement_contradictions(config),
@@ -175,6 +192,24 @@ def length_problems(config: Config, positions: int, name: str) -> list[str]:
                 f"expected at most {name} = {positions}: shorten prompts or answers by "
                 f"{prompt + answer - positions} tokens, or use a model with more positions"
             )
+    return problems
+
+
+def _agents(config: Config) -> list[str]:
+    environment, replicas = config.environment, config.generators.replicas
+    if environment is None or environment.kind != "agent":
+        return []
+    problems = []
+    if config.algorithm.learns_from_pairs:
+        problems.append(
+            f"algorithm.loss: found {config.algorithm.loss!r} with environment.kind 'agent', whose samples "
+            "may have several rows; expected a loss that compares no pairs"
+        )
+    if environment.serve.port and replicas > 1:
+        problems.append(
+            f"environment.serve.port: found {environment.serve.port} for {replicas} generators; expected 0 "
+            "(any that is free), or generators.replicas = 1"
+        )
     return problems
 
 

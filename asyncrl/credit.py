@@ -59,14 +59,14 @@ class CreditAssignment:
 
     def rewards(self, meta: GroupMeta) -> tuple[float, ...]:
         """The shaped rewards of a group, one a sample."""
-        return self._shaping.shaped(meta.rewards, [t.sampled_tokens for t in meta.trajectories])
+        return self._shaping.shaped(meta.rewards, [t.sampled_tokens for t in meta.samples])
 
     def without_signal(self, meta: GroupMeta) -> bool:
         """Whether a group has the same reward everywhere, its baseline's included, as advantages see it.
 
         But for a penalty for the KL, which differs even where the task tells no answer from another.
         """
-        answers = meta.trajectories if meta.baseline is None else (*meta.trajectories, meta.baseline)
+        answers = meta.samples if meta.baseline is None else (*meta.samples, meta.baseline)
         if self._by_function:
             # Two functions may cancel in the sum, and each still has something to say.
             return len({tuple(sorted(self._objectives(t).items())) for t in answers}) == 1
@@ -75,11 +75,18 @@ class CreditAssignment:
     def advantages(
         self, metas: Sequence[GroupMeta], penalties: Sequence[Sequence[float]] = ()
     ) -> list[tuple[float, ...]]:
-        """Of all groups of a step, one a sample: its advantage, or its part in the group's pair.
+        """Of all groups of a step, one a trajectory: its sample's advantage, or part in the group's pair.
 
         ``penalties``, where there are any, come off the samples' rewards: in the shape of what is returned.
         Rewards count in the run's moments from here on.
         """
+        off = [_of_samples(*of_one) for of_one in zip(metas, penalties, strict=True)] if penalties else []
+        by_sample = self._by_sample(metas, off)
+        return [_of_rows(meta, of_group) for meta, of_group in zip(metas, by_sample, strict=True)]
+
+    def _by_sample(
+        self, metas: Sequence[GroupMeta], penalties: Sequence[Sequence[float]]
+    ) -> list[tuple[float, ...]]:
         if self._in_pairs:
             return [pair_signs(self.rewards(meta), _lengths(meta)) for meta in metas]
         if self._by_function:
@@ -139,8 +146,8 @@ class CreditAssignment:
         """
         sums = []
         for meta in metas:
-            total = [0.0] * len(meta.trajectories)
-            objectives = [self._objectives(t) for t in meta.trajectories]
+            objectives = [self._objectives(t) for t in meta.samples]
+            total = [0.0] * len(objectives)
             for name in dict.fromkeys(name for values in objectives for name in values):
                 having = [i for i, values in enumerate(objectives) if name in values]
                 found = group_advantages(self._advantage, [objectives[i][name] for i in having])
@@ -153,4 +160,23 @@ class CreditAssignment:
 
 
 def _lengths(meta: GroupMeta) -> list[int]:
-    return [t.loss_tokens for t in meta.trajectories]
+    return [t.loss_tokens for t in meta.samples]
+
+
+def _of_samples(meta: GroupMeta, of_rows: Sequence[float]) -> list[float]:
+    """One sum a sample, of what there is of each of its rows."""
+    if not meta.has_rows:
+        return list(of_rows)
+    sums: dict[int, float] = {}
+    for row, value in zip(meta.trajectories, of_rows, strict=True):
+        sums[row.sample] = sums.get(row.sample, 0.0) + value
+    return list(sums.values())
+
+
+def _of_rows(meta: GroupMeta, of_samples: Sequence[float]) -> tuple[float, ...]:
+    """One a trajectory: what its sample has."""
+    if not meta.has_rows:
+        return tuple(of_samples)
+    samples = dict.fromkeys(row.sample for row in meta.trajectories)
+    by_sample = dict(zip(samples, of_samples, strict=True))
+    return tuple(by_sample[row.sample] for row in meta.trajectories)

@@ -135,7 +135,7 @@ class Evaluator:
                     lost += [SampleFailure(i, 0, kind, str(error)) for i in range(request.samples)]
 
     def _summarise(self, version: int, done: Sequence[GroupMeta], lost: Sequence[SampleFailure]) -> Metrics:
-        answers = {meta.uid: meta.trajectories for meta in done}
+        answers = {meta.uid: meta.samples for meta in done}
         by_set = {
             name: [t for task in tasks for t in answers.get(task.uid, ())]
             for name, tasks in self._sets.items()

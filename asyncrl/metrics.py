@@ -83,11 +83,11 @@ class LengthBias:
         return {name: getattr(self, name) for name in self.__slots__}
 
     def add_finished(self, meta: GroupMeta) -> None:
-        self.finished += len(meta.trajectories)
+        self.finished += len(meta.samples)
         self.finished_tokens += sum(t.sampled_tokens for t in meta.trajectories)
 
     def add_trained(self, metas: Sequence[GroupMeta]) -> None:
-        self.trained += sum(len(meta.trajectories) for meta in metas)
+        self.trained += sum(len(meta.samples) for meta in metas)
         self.trained_tokens += sum(t.sampled_tokens for meta in metas for t in meta.trajectories)
 
     def metrics(self) -> Metrics:
@@ -105,7 +105,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def batch_metrics(version: int, metas: Sequence[GroupMeta]) -> Metrics:
     """Rewards, lengths and lags of the groups that the step ``version`` -> ``version + 1`` trains."""
-    trajectories: list[TrajectoryMeta] = [t for meta in metas for t in meta.trajectories]
+    trajectories: list[TrajectoryMeta] = [t for meta in metas for t in meta.samples]
     rewards = [t.reward for t in trajectories]
     lengths = [t.sampled_tokens for t in trajectories]
     lags = [lag for meta in metas if (lag := group_lag(version, meta)) is not None]
@@ -119,6 +119,7 @@ def batch_metrics(version: int, metas: Sequence[GroupMeta]) -> Metrics:
         "response_length/mean": statistics.fmean(lengths),
         "response_length/max": float(max(lengths)),
         "response_length/clip_ratio": statistics.fmean(t.finish_reason == "length" for t in trajectories),
+        "response_length/rows_mean": sum(len(meta.trajectories) for meta in metas) / len(trajectories),
         "reward/zero_variance_groups": statistics.fmean(len(set(meta.rewards)) == 1 for meta in metas),
     }
     names = {name for t in trajectories for name in t.rewards}
@@ -147,7 +148,7 @@ def throughput_metrics(metas: Sequence[GroupMeta], step_s: float, train_s: float
         return {}
     return {
         "perf/tokens_per_s": sum(meta.loss_tokens for meta in metas) / step_s,
-        "perf/samples_per_s": sum(len(meta.trajectories) for meta in metas) / step_s,
+        "perf/samples_per_s": sum(len(meta.samples) for meta in metas) / step_s,
         "perf/learner_busy": train_s / step_s,
     }
 

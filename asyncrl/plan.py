@@ -151,11 +151,14 @@ class Plan:
 
 def environment_text(section: EnvironmentSection, max_new_tokens: int) -> str:
     """What a trajectory goes through, and its budgets."""
-    what = f"tools {', '.join(section.tools)}" if section.tools else section.path
+    what = f"tools {', '.join(section.tools)}" if section.tools else section.name
+    turns = "turns"
+    if section.kind == "agent":
+        what, turns = f"agent {what}", "calls"
     turn = "" if section.max_turn_tokens is None else f", at most {section.max_turn_tokens} a turn"
     time = "" if section.max_time_s is None else f", no turn begins after {section.max_time_s:g} s"
     return (
-        f"{what}: at most {section.max_turns} turns in {max_new_tokens} tokens, the environment's included"
+        f"{what}: at most {section.max_turns} {turns} in {max_new_tokens} tokens, the environment's included"
         f"{turn}{time}; workers beside each generator: {section.workers}"
     )
 

@@ -27,9 +27,10 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from asyncrl.environments.base import Messages, Rollout, RolloutResult, single_turn
+from asyncrl.environments.base import Heard, Messages, Rollout, RolloutResult, single_turn
 from asyncrl.errors import InvariantError, RewardError, RolloutError
 from asyncrl.generators.base import Asleep, DeepSleeper, Generator, Sleeper
+from asyncrl.listening import Listening
 from asyncrl.queues.codec import encode_group, group_meta
 from asyncrl.snapshot import (
     GroupKey,
@@ -134,11 +135,13 @@ class EngineClient:
         sample: int,
         first: Completion | None = None,
         tracks: Tracks | None = None,
+        listening: Listening | None = None,
     ) -> None:
         self.spans: list[Span] = []
         """What the engine and the scorer spent on this sample."""
         self._tracks = tracks or Tracks()
         self._engine = engine
+        self._listening = listening or Listening(engine)
         self._request = request
         self._sample = sample
         self._turn = 0
@@ -149,7 +152,12 @@ class EngineClient:
     def sampling(self) -> SamplingParams:
         return self._request.sampling
 
-    async def complete(self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
+    async def complete(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        heard: Heard | None = None,
+    ) -> Completion:
         """Sample one continuation of ``prompt_ids``; each call is a turn with draws of its own."""
         group, turn = self._request, self._turn
         self._turn += 1
@@ -163,15 +171,16 @@ class EngineClient:
             asked = (request.prompt_ids, request.sampling)
             self._keeps_first = asked == (group.task.prompt_ids, self._own(group.sampling))
         if turn > 0 or not self._keeps_first:
-            return await self._generate(request)
+            return await self._generate(request, heard)
         first = self._first
         if first is None or first.finish_reason == "abort":
-            self._first = first = await self._generate(replace(request, prefix=first))
+            self._first = first = await self._generate(replace(request, prefix=first), heard)
         return first
 
-    async def _generate(self, request: GenerationRequest) -> Completion:
+    async def _generate(self, request: GenerationRequest, heard: Heard | None) -> Completion:
         start = now()
-        answer = await self._engine.generate(request)
+        with self._listening.to(request.uid, heard):
+            answer = await self._engine.generate(request)
         self.note("slot", *(answer.stay or (start, now())), numbered=True)
         return answer
 
@@ -206,14 +215,25 @@ class _RunningGroup:
     """A group and what it has so far."""
 
     def __init__(
-        self, engine: Generator, request: GroupRequest, before: PartialGroup | None, tracks: Tracks
+        self,
+        engine: Generator,
+        request: GroupRequest,
+        before: PartialGroup | None,
+        tracks: Tracks,
+        listening: Listening,
     ) -> None:
         begun = before.begun if before is not None else {}
         self.request = request
         self.clients = [
-            EngineClient(engine, request, i, begun.get(i), tracks) for i in range(request.answers)
+            EngineClient(engine, request, i, begun.get(i), tracks, listening) for i in range(request.answers)
         ]
-        self.finished = {t.sample: t for t in before.group.answers} if before is not None else {}
+        earlier = before.group.answers if before is not None else ()
+        self.finished = {t.sample: t for t in earlier if not t.row}
+        self.rows: dict[int, list[Trajectory]] = {}
+        """By sample, what it has beside the row that was rewarded."""
+        for row in earlier:
+            if row.row:
+                self.rows.setdefault(row.sample, []).append(row)
         self.messages: dict[int, Messages] = {}
         """By sample; of those that another host had finished there are none."""
 
@@ -227,7 +247,7 @@ class _RunningGroup:
         return PartialGroup(group, begun)
 
     def of(self, answers: Iterable[Trajectory]) -> Group:
-        """The group with these answers."""
+        """The group with these answers, and the further rows of each."""
         request = self.request
         samples: list[Trajectory] = []
         baseline: Trajectory | None = None
@@ -235,7 +255,9 @@ class _RunningGroup:
             if request.is_baseline(answer.sample):
                 baseline = answer
             else:
-                samples.append(answer)
+                rows = self.rows.get(answer.sample, ())
+                rewarded = (replace(row, reward=answer.reward, rewards=answer.rewards) for row in rows)
+                samples += [answer, *rewarded]
         return Group(request.task.ordinal, request.task.uid, request.start_version, tuple(samples), baseline)
 
 
@@ -254,6 +276,7 @@ class RolloutHost:
         rollout: Rollout = single_turn,
         encode: Callable[[Group], bytes] = encode_group,
         mask_truncated: bool = False,
+        deadlines: Deadlines | None = None,
     ) -> None:
         self.engine = engine
         self._scorer = scorer
@@ -263,7 +286,8 @@ class RolloutHost:
         self._mask_truncated = mask_truncated
         self._tracks = Tracks()
         self._groups: dict[GroupKey, _RunningGroup] = {}
-        self._deadlines = Deadlines()
+        self._deadlines = deadlines or Deadlines()
+        self._listening = Listening(engine)
         self._next_snapshot_at = -math.inf
 
     async def run_group(self, request: GroupRequest, salvage: bytes | None = None) -> tuple[GroupMeta, bytes]:
@@ -273,7 +297,7 @@ class RolloutHost:
         """
         key = key_of(request.task)
         before = decode_partial(salvage, key, request.start_version) if salvage is not None else None
-        group = _RunningGroup(self.engine, request, before, self._tracks)
+        group = _RunningGroup(self.engine, request, before, self._tracks, self._listening)
         samples = [
             asyncio.create_task(self._sample(group, sample), name=f"{request.task.uid}:{sample}")
             for sample in range(request.answers)
@@ -364,6 +388,16 @@ class RolloutHost:
             group.messages[sample] = result.messages
         except RolloutError as error:
             return SampleFailure(sample, request.attempt, type(error).__name__, str(error))
+        answer, *rows = (
+            self._trajectory(request, sample, score, row, number)
+            for number, row in enumerate((result, *result.earlier))
+        )
+        group.rows[sample] = rows
+        return answer
+
+    def _trajectory(
+        self, request: GroupRequest, sample: int, score: Score, result: RolloutResult, row: int
+    ) -> Trajectory:
         return Trajectory(
             sample=sample,
             attempt=request.attempt,
@@ -376,6 +410,7 @@ class RolloutHost:
             finish_reason=result.finish_reason,
             rewards=score.parts,
             environment_tokens=int(np.count_nonzero(~result.loss_mask)),
+            row=row,
         )
 
     async def _scored_together(

@@ -29,7 +29,7 @@ class Screening:
         failure does so only where ``reward.on_error`` allows it.
         """
         own_fault = [f for f in meta.failures if f.kind != "DeadlineError"]
-        survivors = len(meta.trajectories)
+        survivors = len(meta.samples)
         if meta.failures and ((own_fault and self._fails_on_error) or survivors < self._min_group):
             first = (own_fault or list(meta.failures))[0]
             return "failed", f"{first.kind}: {first.message}"

@@ -78,7 +78,7 @@ class EventTimeline:
             self._sink(TraceEvent("learner", f"rank {rank}", f"update {version}", start, end, facts))
 
     def group(self, replica: str, meta: GroupMeta) -> None:
-        answers = meta.trajectories if meta.baseline is None else (*meta.trajectories, meta.baseline)
+        answers = meta.samples if meta.baseline is None else (*meta.samples, meta.baseline)
         by_sample = {trajectory.sample: trajectory for trajectory in answers}
         for span in meta.spans:
             trajectory = by_sample.get(span.sample)

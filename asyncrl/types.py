@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -124,6 +124,9 @@ class Trajectory:
     environment_tokens: int = 0
     """How many of ``token_ids`` a tool or an environment wrote. Their ``loss_mask`` is False, and not theirs
     alone."""
+    row: int = 0
+    """0: the sequence that was rewarded. Others hold what the same sample said in contexts that this one does
+    not go on from (docs/agents.md): they are trained with its reward, and count in no mean over samples."""
 
     def meta(self) -> TrajectoryMeta:
         """The scalars of this trajectory."""
@@ -142,6 +145,7 @@ class Trajectory:
             trained=spans,
             rewards=dict(self.rewards),
             environment_tokens=self.environment_tokens,
+            row=self.row,
         )
 
 
@@ -158,6 +162,7 @@ class TrajectoryMeta:
     """(version, number of tokens with loss_mask 1 that it sampled), oldest version first."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     environment_tokens: int = 0
+    row: int = 0
 
     @property
     def sampled_tokens(self) -> int:
@@ -177,6 +182,27 @@ class TrajectoryMeta:
     def newest_version(self) -> int | None:
         """Version of the newest trained token; None where no token is trained."""
         return self.trained[-1][0] if self.trained else None
+
+
+def _whole_samples(rows: Sequence[TrajectoryMeta]) -> tuple[TrajectoryMeta, ...]:
+    """One meta a sample, of all its rows together, in the order of their first rows."""
+    by_sample: dict[int, list[TrajectoryMeta]] = {}
+    for meta in rows:
+        by_sample.setdefault(meta.sample, []).append(meta)
+    return tuple(_together(of_one) for of_one in by_sample.values())
+
+
+def _together(rows: Sequence[TrajectoryMeta]) -> TrajectoryMeta:
+    trained: dict[int, int] = {}
+    for version, count in sorted(pair for row in rows for pair in row.trained):
+        trained[version] = trained.get(version, 0) + count
+    return replace(
+        min(rows, key=lambda meta: meta.row),
+        prompt_tokens=sum(meta.prompt_tokens for meta in rows),
+        response_tokens=sum(meta.response_tokens for meta in rows),
+        environment_tokens=sum(meta.environment_tokens for meta in rows),
+        trained=tuple(trained.items()),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +229,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one task; ``group_size`` of them less those that failed."""
+    """The trajectories of one task; ``group_size`` of them less those that failed, and further rows of these.
+
+    Rows of one sample lie together, row 0 first.
+    """
 
     ordinal: int
     uid: str
@@ -259,12 +288,23 @@ class GroupMeta:
         return sum(t.loss_tokens for t in self.trajectories)
 
     @property
+    def samples(self) -> tuple[TrajectoryMeta, ...]:
+        """One a sample, whatever number of rows it has."""
+        return _whole_samples(self.trajectories) if self.has_rows else self.trajectories
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a sample has more than one row."""
+        return any(t.row for t in self.trajectories)
+
+    @property
     def rewards(self) -> tuple[float, ...]:
-        return tuple(t.reward for t in self.trajectories)
+        """One a sample."""
+        return tuple(t.reward for t in self.samples)
 
     @property
     def reward_mean(self) -> float | None:
-        """Mean over the trajectories; None where there is none."""
+        """Mean over the samples; None where there is none."""
         rewards = self.rewards
         return sum(rewards) / len(rewards) if rewards else None
 

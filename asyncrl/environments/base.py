@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,10 @@ Messages = Sequence[Mapping[str, Any]]
 """Chat messages: ``role`` and ``content``, and what else a template knows."""
 
 
+Heard = Callable[[Completion], None]
+"""Told now and then what there is so far of an answer, from its beginning."""
+
+
 class ModelClient(Protocol):
     """The policy, as one rollout sees it."""
 
@@ -29,8 +33,16 @@ class ModelClient(Protocol):
         """As the run is configured; ``max_new_tokens`` is the most that the whole trajectory may have."""
         ...
 
-    async def complete(self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        """Sample one continuation of ``prompt_ids``; null ``sampling``: as the run is configured."""
+    async def complete(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        heard: Heard | None = None,
+    ) -> Completion:
+        """Sample one continuation of ``prompt_ids``; null ``sampling``: as the run is configured.
+
+        Cancelling it gives its slot back.
+        """
         ...
 
 
@@ -51,6 +63,9 @@ class RolloutResult:
     """What followed the prompt, for rewards that read messages; empty: one of the assistant."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """What the environment said of it, by name; ``environment`` is its reward."""
+    earlier: tuple[RolloutResult, ...] = ()
+    """What it sampled in other contexts that this one does not go on from: rows that are trained beside it,
+    with its reward."""
 
     def __post_init__(self) -> None:
         lengths = {

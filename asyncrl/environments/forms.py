@@ -18,6 +18,7 @@ from asyncrl.environments.adapters.skyrl import SkyRLEnvironment, by_row, of_cla
 from asyncrl.environments.adapters.trl import TRLEnvironment, methods
 from asyncrl.environments.adapters.verifiers_v0 import VerifiersEnvironment, rubric_of
 from asyncrl.environments.adapters.verifiers_v1 import VerifiersTask, require_offline
+from asyncrl.environments.agents import load_agent
 from asyncrl.environments.tools import Settle, ToolEnvironment, alone, reader, schema
 from asyncrl.errors import ConfigError
 from asyncrl.functions import load_function
@@ -57,6 +58,8 @@ def load(setup: Mapping[str, Any]) -> Make:
     one serves all trajectories.
     """
     path, args, folder = setup["path"], setup["args"], Path(setup["folder"])
+    if setup["kind"] == "agent":
+        return load_agent(path, args, setup["command"])
     if path == TOOLS:
         tools = {"tools": setup["tools"], "parse": setup["parse"], **args}
         return lambda settle: OwnEnvironment(ToolEnvironment(**tools, settle=settle), settle)
@@ -95,7 +98,12 @@ def tool_schemas(section: EnvironmentSection, folder: Path) -> list[dict[str, An
     """
     if section.tools:
         return [schema(load_function(path, folder)) for path in section.tools]
-    if section.path == TOOLS or _is_registered(section.path) or section.form not in ("auto", "trl"):
+    if (
+        section.kind == "agent"
+        or section.path == TOOLS
+        or _is_registered(section.path)
+        or section.form not in ("auto", "trl")
+    ):
         return []
     found = _found(section.path, folder)
     product = _product(found)

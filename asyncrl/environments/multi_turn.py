@@ -11,41 +11,18 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from asyncrl.config import ENVIRONMENT, EnvironmentSection
 from asyncrl.environments.base import ModelClient, RolloutResult
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.environments.protocol import Message, Step
+from asyncrl.environments.tokens import TurnTokens
 from asyncrl.environments.turns import TurnEncoder
 from asyncrl.errors import EnvironmentValueError
 from asyncrl.types import Completion, FinishReason, Task
 from asyncrl.waiting import now
-
-
-@dataclass(slots=True)
-class _Tokens:
-    """A trajectory as it grows; all lists have one length."""
-
-    ids: list[int] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def sampled(self, completion: Completion) -> None:
-        self.ids += completion.token_ids.tolist()
-        self.mask += [True] * len(completion.token_ids)
-        self.logprobs += completion.logprobs.tolist()
-        self.versions += completion.versions.tolist()
-
-    def observed(self, ids: Sequence[int]) -> None:
-        self.ids += ids
-        self.mask += [False] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [self.versions[-1]] * len(ids)
 
 
 class MultiTurn:
@@ -72,7 +49,7 @@ class MultiTurn:
         async with self._pool.session(task.uid) as session:
             given = self._encoder.messages(task.row, task.uid)
             prompt_ids = self._prompt(task, given, await session.reset(task.row, given))
-            tokens = _Tokens()
+            tokens = TurnTokens()
             messages: list[Mapping[str, Any]] = []
             rewards: dict[str, float] = {}
             finish: FinishReason = "length"
@@ -98,18 +75,9 @@ class MultiTurn:
                 messages += step.messages
             if finish != "abort":
                 rewards |= _said_of_it(await session.finish(finish))
-        return RolloutResult(
-            prompt_ids=np.asarray(prompt_ids, np.int32),
-            token_ids=np.asarray(tokens.ids, np.int32),
-            loss_mask=np.asarray(tokens.mask, np.bool_),
-            logprobs=np.asarray(tokens.logprobs, np.float32),
-            versions=np.asarray(tokens.versions, np.int32),
-            finish_reason=finish,
-            messages=messages,
-            rewards=rewards,
-        )
+        return tokens.result(prompt_ids, finish, messages, rewards)
 
-    async def _turn(self, client: ModelClient, prompt_ids: Sequence[int], tokens: _Tokens) -> Completion:
+    async def _turn(self, client: ModelClient, prompt_ids: Sequence[int], tokens: TurnTokens) -> Completion:
         """The model's next message, within what is left of the tokens."""
         whole = client.sampling
         room = whole.max_new_tokens - len(tokens.ids)

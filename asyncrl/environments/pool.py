@@ -51,11 +51,16 @@ class _Call:
 
     what: str
     answer: asyncio.Future[list[Any]]
-    timer: asyncio.TimerHandle
+    timer: asyncio.TimerHandle | None
+
+    def untimed(self) -> None:
+        """It is late no more."""
+        if self.timer is not None:
+            self.timer.cancel()
 
     def fail(self, error: EnvironmentFaultError) -> None:
         """End it with ``error``, unless its waiter was cancelled."""
-        self.timer.cancel()
+        self.untimed()
         if not self.answer.done():
             self.answer.set_exception(error)
 
@@ -86,7 +91,9 @@ class EnvironmentPool:
     ) -> None:
         self._section = section
         self._setup = {
+            "kind": section.kind,
             "path": section.path,
+            "command": list(section.command),
             "form": section.form,
             "args": section.args,
             "tools": list(section.tools),
@@ -134,18 +141,27 @@ class EnvironmentPool:
                 home.send([0, session.number, "close", None])
             self._end_if_left(home)
 
-    async def call(self, session: Session, verb: str, argument: Any) -> Step:
-        """Have the session's environment do something, within ``environment.timeout_s``."""
-        home, what = session.home, f"{session.uid}: {verb} of environment {self._section.path!r}"
+    async def call(self, session: Session, verb: str, argument: Any, *, awaited: bool = False) -> Step:
+        """Have the session's environment do something, within ``environment.timeout_s``.
+
+        ``awaited``: it may take as long as somebody waits for it, and then so long to end.
+        """
+        home, what = session.home, f"{session.uid}: {verb} of {self._section.what}"
         if home not in self._homes:
             raise EnvironmentWorkerError(f"{what}: its process has ended")
         self._next_id += 1
         call_id = self._next_id
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._section.timeout_s, self._late, home, call_id)
+        timeout_s = self._section.timeout_s
+        timer = None if awaited else loop.call_later(timeout_s, self._late, home, call_id)
         call = home.pending[call_id] = _Call(what, loop.create_future(), timer)
         home.send([call_id, session.number, verb, argument])
-        kind, payload = await call.answer
+        try:
+            kind, payload = await call.answer
+        except asyncio.CancelledError:
+            if call_id in home.pending and call.timer is None:
+                call.timer = loop.call_later(timeout_s, self._late, home, call_id)
+            raise
         if kind == DONE:
             messages, *others = payload
             return Step(tuple(messages), *others)
@@ -203,7 +219,7 @@ class EnvironmentPool:
             self._changed.notify_all()
 
     async def _started(self) -> tuple[_Home, Replies]:
-        path = self._section.path
+        path = self._section.name
         process = await spawn(self._setup, self._section.timeout_s, module=_MODULE)
         replies = Replies(process.incoming)
         try:
@@ -231,7 +247,7 @@ class EnvironmentPool:
                 for call_id, kind, payload in messages:
                     call = home.pending.pop(call_id, None)
                     if call is not None:
-                        call.timer.cancel()
+                        call.untimed()
                         if not call.answer.done():
                             call.answer.set_result([kind, payload])
         except Exception:
@@ -293,3 +309,11 @@ class Session:
     async def finish(self, reason: str) -> Step:
         """Tell it that no step follows, and why: ``stop`` or ``length``. Raises EnvironmentFaultError."""
         return await self._pool.call(self, "finish", reason)
+
+    async def play(self, base_url: str) -> Step:
+        """Where it is an agent: have it play, with the policy at ``base_url``, for as long as this is
+        awaited.
+
+        Raises EnvironmentFaultError.
+        """
+        return await self._pool.call(self, "step", {"base_url": base_url}, awaited=True)

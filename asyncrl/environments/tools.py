@@ -25,7 +25,7 @@ from typing import Any
 from asyncrl.errors import ConfigError
 from asyncrl.functions import load_function
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
 _TYPES: dict[Any, str] = {
     str: "string",
@@ -98,10 +98,11 @@ def reader(parse: str | None, folder: Path) -> Reader:
 
 def tool_calls(text: str) -> list[ToolCall]:
     """The calls in a message, in their order."""
-    return [_read(body) for body in _CALL.findall(text)]
+    return [read_call(body) for body in CALL.findall(text)]
 
 
-def _read(body: str) -> ToolCall:
+def read_call(body: str) -> ToolCall:
+    """What stands between the marks of a call."""
     try:
         call = json.loads(body)
     except ValueError:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import DataSection
-from asyncrl.data.templates import PromptTemplate, prompt_key, prompt_messages
+from asyncrl.data.templates import PromptTemplate, plain_text, prompt_key, prompt_messages
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +42,16 @@ class TurnEncoder:
         """``messages`` in place of the row's own prompt."""
         template = PromptTemplate(self._data, self._tokenizer, prompt_key(self._data, list(row)), self._tools)
         return template.encode([template.rendered(messages)])[0]
+
+    def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A conversation from its beginning, up to where the next turn begins."""
+        if not self._chat:
+            return self.plain(plain_text(messages), begins=True)
+        return self._encoded(self._rendered(messages, begins_next=True))
+
+    def plain(self, text: str, *, begins: bool) -> list[int]:
+        """Text as it stands, without the chat template; ``begins``: nothing is before it."""
+        return [int(i) for i in self._tokenizer(text, add_special_tokens=begins)["input_ids"]]
 
     def between(self, last_id: int | None, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """What follows a turn that ended with the token ``last_id``, up to where the next turn begins.
@@ -78,4 +88,4 @@ class TurnEncoder:
         return str(text)
 
     def _encoded(self, text: str) -> list[int]:
-        return [int(i) for i in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return self.plain(text, begins=False)

@@ -24,6 +24,7 @@ from typing import Any
 
 from asyncrl.environments.adapters import __path__ as _adapters
 from asyncrl.environments.adapters.base import Adapter
+from asyncrl.environments.agents import __file__ as _agents
 from asyncrl.environments.forms import Make, load
 from asyncrl.environments.protocol import BadAnswerError, Step
 from asyncrl.environments.tools import __file__ as _tools
@@ -32,20 +33,30 @@ from asyncrl.rewards.worker import BAD_VALUE, RAISED, READY, REFUSED, SETUP_ID, 
 
 DONE = "done"  # payload: the fields of a Step
 
-_OURS = (__file__, _tools, *map(str, Path(_adapters[0]).glob("*.py")))
+_OURS = (__file__, _agents, _tools, *map(str, Path(_adapters[0]).glob("*.py")))
 
 Call = tuple[int, str, Any]
 
 
 class Session:
-    """One environment on a thread of its own; ``calls`` is what it is asked, in order."""
+    """One environment on a thread of its own; ``calls`` is what it is asked, in order.
+
+    Where it can be interrupted, it is as soon as it is to be closed, whatever it does.
+    """
 
     def __init__(self, make: Make, most_characters: int, send: Callable[[list[Any]], None]) -> None:
         self.calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._make = make
         self._most_characters = most_characters
         self._send = send
+        self._interrupt: Callable[[], None] | None = None
         threading.Thread(target=self._serve, name="environment", daemon=True).start()
+
+    def close(self, call_id: int) -> None:
+        """Have it closed once it is done with what it was asked before."""
+        if self._interrupt is not None:
+            self._interrupt()
+        self.calls.put((call_id, "close", None))
 
     def _serve(self) -> None:
         environment: Adapter | None = None
@@ -59,6 +70,7 @@ class Session:
                 try:
                     if environment is None and verb != "close":
                         environment = self._make(settle)
+                        self._interrupt = getattr(environment, "interrupt", None)
                     step = self._run(environment, verb, argument)
                 except _Refused as error:
                     reply = [call_id, BAD_VALUE, str(error)]
@@ -119,9 +131,10 @@ def main() -> None:
         for call_id, number, verb, argument in calls.get():
             if number not in sessions:
                 sessions[number] = Session(make, setup["max_observation_chars"], send)
-            sessions[number].calls.put((call_id, verb, argument))
             if verb == "close":
-                del sessions[number]
+                sessions.pop(number).close(call_id)
+            else:
+                sessions[number].calls.put((call_id, verb, argument))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,10 @@ from asyncrl.generators.base import Generator
 from asyncrl.rewards.binder import Sample
 from asyncrl.rewards.pool import RewardPool, RewardScore
 from asyncrl.rollout import RolloutHost, Score
+from asyncrl.serve.rollout import AgentRollout
+from asyncrl.serve.server import AgentServer
 from asyncrl.types import Task, Trajectory
+from asyncrl.waiting import Deadlines
 
 if TYPE_CHECKING:
     from asyncrl.weight_sync.sharing import SharedModel
@@ -117,6 +120,7 @@ async def build_host(
     scorer = _scorer(config, folder, cores)
     engine = _engine(config, model_path, engine_cores, shared)
     environments = _environments(config, folder, cores)
+    deadlines = Deadlines()
     tokenizer, *_ = await asyncio.gather(
         asyncio.to_thread(_tokenizer, config, model_path),
         engine.start(),
@@ -127,11 +131,25 @@ async def build_host(
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
+    server: AgentServer | None = None
+
     async def close() -> None:
+        if server is not None:
+            await server.close()
         await asyncio.gather(engine.close(), scorer.close(), *(pool.close() for pool in environments))
 
     rollout: Rollout = single_turn
-    if config.environment is not None:
+    if config.environment is not None and config.environment.kind == "agent":
+        server = AgentServer(
+            config.environment,
+            lambda tools: TurnEncoder(config.data, tokenizer, tools),
+            decode,
+            lambda: engine.live_version,
+            config.data.max_prompt_tokens,
+        )
+        await server.start()
+        rollout = AgentRollout(environments[0], config.environment, server, deadlines)
+    elif config.environment is not None:
         tools = await asyncio.to_thread(tool_schemas, config.environment, folder)
         rollout = MultiTurn(
             environments[0],
@@ -141,7 +159,8 @@ async def build_host(
             config.data.max_prompt_tokens,
         )
     mask = config.algorithm.mask_truncated
-    return RolloutHost(engine, scorer, decode, rollout=rollout, mask_truncated=mask), close
+    host = RolloutHost(engine, scorer, decode, rollout=rollout, mask_truncated=mask, deadlines=deadlines)
+    return host, close
 
 
 def _environments(config: Config, folder: Path, cores: Sequence[int]) -> list[EnvironmentPool]:

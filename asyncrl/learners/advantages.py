@@ -33,9 +33,15 @@ def from_user(samples: Sequence[TrainSample], function: GroupAdvantage) -> tuple
     found: list[TrainSample] = []
     for _, members in groupby(samples, key=lambda sample: sample.ordinal):
         group = list(members)
-        lengths = [int(sample.trajectory.loss_mask.sum()) for sample in group]
-        advantages = function([sample.advantage for sample in group], lengths)
-        found += [replace(s, advantage=a) for s, a in zip(group, advantages, strict=True)]
+        rewards: dict[int, float] = {}
+        lengths: dict[int, int] = {}
+        for sample in group:  # with all its rows
+            number = sample.trajectory.sample
+            rewards.setdefault(number, sample.advantage)
+            lengths[number] = lengths.get(number, 0) + int(sample.trajectory.loss_mask.sum())
+        advantages = function(list(rewards.values()), list(lengths.values()))
+        by_sample = dict(zip(rewards, advantages, strict=True))
+        found += [replace(s, advantage=by_sample[s.trajectory.sample]) for s in group]
     return tuple(found)
 
 

@@ -191,7 +191,8 @@ def _encode_head(trajectory: Trajectory) -> list[Any]:
         _number(trajectory.reward, "reward"),
         _finish_reason(trajectory.finish_reason),
         _numbers(trajectory.rewards, "rewards"),
-        *([_foreign(trajectory)] if trajectory.environment_tokens else []),
+        *([_foreign(trajectory)] if trajectory.environment_tokens or trajectory.row else []),
+        *([_integer(trajectory.row, "row")] if trajectory.row else []),
     ]
 
 
@@ -220,8 +221,8 @@ def _decode_document(document: Any) -> Group:
             f"baseline is {fields['baseline']!r} of {len(heads)} trajectories, expected true of at least 1"
         )
     for head in heads:
-        if not isinstance(head, list) or len(head) not in (7, 8):
-            raise CodecError("a trajectory's head is not a list of 7 or 8 values")
+        if not isinstance(head, list) or len(head) not in (7, 8, 9):
+            raise CodecError("a trajectory's head is not a list of 7 to 9 values")
         _integer(head[2], "prompt length")
         _integer(head[3], "response length")
     _check_samples(heads)
@@ -236,7 +237,7 @@ def _decode_document(document: Any) -> Group:
 
     trajectories = []
     prompt_start = start = 0
-    for sample, attempt, prompt_length, length, reward, finish_reason, rewards, *foreign in heads:
+    for sample, attempt, prompt_length, length, reward, finish_reason, rewards, *more in heads:
         prompt_end, end = prompt_start + prompt_length, start + length
         trajectories.append(
             Trajectory(
@@ -250,7 +251,8 @@ def _decode_document(document: Any) -> Group:
                 reward=_number(reward, "reward"),
                 finish_reason=_finish_reason(finish_reason),
                 rewards=_numbers(rewards, "rewards"),
-                environment_tokens=_integer(foreign[0], "environment_tokens") if foreign else 0,
+                environment_tokens=_integer(more[0], "environment_tokens") if more else 0,
+                row=_integer(more[1], "row") if len(more) > 1 else 0,
             )
         )
         _foreign(trajectories[-1])
@@ -331,9 +333,19 @@ def _check_columns(
 
 
 def _check_samples(heads: Sequence[Sequence[Any]]) -> None:
+    """Each sample once, or each of its rows, these together."""
     samples = [_integer(head[0], "sample") for head in heads]
-    if len(set(samples)) != len(samples):
-        raise CodecError(f"a group holds samples {samples}, expected each once")
+    rows = [_integer(head[8], "row") if len(head) > 8 else 0 for head in heads]
+    firsts = [sample for sample, row in zip(samples, rows, strict=True) if not row]
+    if len(set(firsts)) != len(firsts):
+        raise CodecError(f"a group holds samples {firsts}, expected each once")
+    keys = list(zip(samples, rows, strict=True))
+    for i, (sample, row) in enumerate(keys):
+        if row and (i == 0 or samples[i - 1] != sample or rows[i - 1] >= row):
+            raise CodecError(
+                f"row {row} of sample {sample} follows {keys[i - 1] if i else 'nothing'} (sample, row), "
+                "expected an earlier row of that sample"
+            )
 
 
 def _map(value: Any, keys: tuple[str, ...], name: str) -> dict[str, Any]:

@@ -44,22 +44,28 @@ def with_scores(
 ) -> tuple[Group, tuple[SampleFailure, ...]]:
     """``group`` with ``weight`` times one score an answer in its rewards, and the answers that have none.
 
-    ``scores``: in the order of ``group.answers``.
+    ``scores``: in the order of ``group.answers``; those of further rows do not count.
     """
     if len(scores) != len(group.answers):
         raise RoleError(
             f"the reward model gave {len(scores)} scores for the {len(group.answers)} answers of {group.uid}"
         )
-    kept: dict[int, Trajectory] = {}
+    kept: dict[tuple[int, int], Trajectory] = {}
     failures = []
     for answer, score in zip(group.answers, scores, strict=True):
+        if answer.row:
+            first = kept.get((answer.sample, 0))
+            if first is not None:
+                row = replace(answer, reward=first.reward, rewards=first.rewards)
+                kept[answer.sample, answer.row] = row
+            continue
         total = answer.reward + weight * score
         if math.isfinite(total):
             rewards = {**answer.rewards, REWARD_MODEL: score}
-            kept[answer.sample] = replace(answer, reward=total, rewards=rewards)
+            kept[answer.sample, 0] = replace(answer, reward=total, rewards=rewards)
         else:
             failures.append(_failure(group.uid, answer, score, weight))
-    baseline = None if group.baseline is None else kept.pop(group.baseline.sample, None)
+    baseline = None if group.baseline is None else kept.pop((group.baseline.sample, 0), None)
     return replace(group, trajectories=tuple(kept.values()), baseline=baseline), tuple(failures)
 
 
