@@ -10,12 +10,16 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from asyncrl.errors import ConfigError
+
+_IMPORTING = threading.RLock()
+"""Held by who imports a file: sessions on threads of their own may all want it at once."""
 
 
 def load_function(path: str, folder: Path, is_wanted: Callable[[Any], bool] = callable) -> Callable[..., Any]:
@@ -31,7 +35,11 @@ def load_function(path: str, folder: Path, is_wanted: Callable[[Any], bool] = ca
         where, _, name = path.rpartition(".")
     if not where or not name:
         raise ConfigError(f"found {path!r}; expected package.module:function or file.py:function")
-    module = _load_file(folder / where, path) if where.endswith(".py") else _load_module(where, folder, path)
+    if where.endswith(".py"):
+        with _IMPORTING:
+            module = _load_file(folder / where, path)
+    else:
+        module = _load_module(where, folder, path)
     function: Any = module
     for part in name.split("."):
         if not hasattr(function, part):
