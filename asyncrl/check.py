@@ -339,7 +339,14 @@ async def _score_row(config: Config, model: _Model, folder: Path, row: Row, prom
     """Load the reward functions, bind them to the row's columns, and call them on its own answer."""
     reward = config.reward
     alone = config.reward_model is None and config.environment is None
-    pool = RewardPool(reward.functions, workers=1, timeout_s=reward.timeout_s, folder=folder, alone=alone)
+    pool = RewardPool(
+        reward.functions,
+        workers=1,
+        timeout_s=reward.timeout_s,
+        memory_mb=reward.memory_mb,
+        folder=folder,
+        alone=alone,
+    )
     try:
         signatures = await pool.start()
         problems = [problem for signature in signatures for problem in signature.problems(row)]

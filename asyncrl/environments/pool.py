@@ -102,6 +102,7 @@ class EnvironmentPool:
             "max_observation_chars": section.max_observation_chars,
             "folder": str((folder or Path.cwd()).resolve()),
             "cores": list(cores),
+            "memory_mb": section.memory_mb,
         }
         self._homes: list[_Home] = []
         self._seats: list[asyncio.Task[None]] = []

@@ -179,6 +179,7 @@ def _scorer(config: Config, folder: Path, cores: Sequence[int]) -> PoolScorer | 
         config.reward.functions,
         workers=config.reward.workers,
         timeout_s=config.reward.timeout_s,
+        memory_mb=config.reward.memory_mb,
         folder=folder,
         cores=cores,
         alone=config.reward_model is None and config.environment is None,

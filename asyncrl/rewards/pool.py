@@ -108,6 +108,7 @@ class RewardPool:
         cores: Sequence[int] | None = None,
         alone: bool = True,
         start_timeout_s: float = _START_TIMEOUT_S,
+        memory_mb: int | None = None,
     ) -> None:
         self._functions = tuple(functions)
         self._workers = workers
@@ -119,6 +120,7 @@ class RewardPool:
             "timeout_s": timeout_s,
             "folder": str((folder or Path.cwd()).resolve()),
             "cores": list(cores or ()),
+            "memory_mb": memory_mb,
         }
         self._packer = msgpack.Packer(unicode_errors="surrogatepass")
         self._slots: list[_Slot] = []
@@ -394,6 +396,7 @@ class RewardPool:
 
     def _blame(self, call: Call, process: WorkerProcess) -> None:
         names = ", ".join(repr(s.name) for s in self._signatures)
+        code = process.popen.returncode
         self._counts[wire.TIMED_OUT if process.stuck else "crashed"] += 1
         if process.stuck:
             call.fail(RewardTimeoutError(self._late(call, names)))
@@ -401,7 +404,7 @@ class RewardPool:
             call.fail(
                 RewardWorkerError(
                     f"{call.uid}: the process that ran the reward functions {names} ended with "
-                    f"{_exit_text(process.popen.returncode)}; another took its place"
+                    f"{_exit_text(code)}; another took its place"
                 )
             )
 
@@ -443,4 +446,6 @@ class RewardPool:
 
 
 def _exit_text(code: int | None) -> str:
+    if code == wire.OUT_OF_MEMORY:
+        return "a MemoryError: it wanted more than reward.memory_mb allows, which may be a leak"
     return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"

@@ -17,6 +17,7 @@ import asyncio
 import ctypes
 import os
 import queue
+import resource
 import signal
 import socket
 import sys
@@ -44,6 +45,8 @@ BAD_VALUE = "bad_value"
 TIMED_OUT = "timed_out"
 
 SETUP_ID = -1
+OUT_OF_MEMORY = 77
+"""Exit code of a worker whose function wanted more memory than it may have: what it holds goes with it."""
 MAX_MESSAGE_BYTES = 1 << 30
 _TRACEBACK_CHARACTERS = 4000
 _PR_SET_PDEATHSIG = 1
@@ -126,6 +129,7 @@ class Worker:
                 raise _Failure(TIMED_OUT, name, "") from None
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
+            _end_if_out_of_memory(error)
             raise _Failure(RAISED, name, traceback_text(error, _OURS)) from None
         return _read(name, reader, result)
 
@@ -135,6 +139,7 @@ def _called(function: Function, samples: list[Sample]) -> list[Value]:
     try:
         result, reader = function.start(samples)
     except BaseException as error:  # noqa: BLE001 users' code may raise anything, SystemExit included
+        _end_if_out_of_memory(error)
         raise _Failure(RAISED, name, traceback_text(error, _OURS)) from None
     return _read(name, reader, result)
 
@@ -144,6 +149,26 @@ def _read(name: str, reader: Reader, result: Any) -> list[Value]:
         return reader(result)
     except ValueError as error:
         raise _Failure(BAD_VALUE, name, str(error)) from None
+
+
+def _end_if_out_of_memory(error: BaseException) -> None:
+    """A function that leaks would fail every call from here on, so another process takes this one's place."""
+    if (
+        isinstance(error, MemoryError)
+        and resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    ):
+        sys.stderr.write(traceback_text(error, _OURS) + "\n")
+        sys.stderr.flush()
+        os._exit(OUT_OF_MEMORY)
+
+
+def limit_memory(megabytes: int | None) -> None:
+    """Allocations beyond it fail in this process, and in each that it starts. Linux alone enforces it."""
+    if megabytes is not None:
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        wanted = megabytes << 20
+        if most == resource.RLIM_INFINITY or wanted < most:
+            resource.setrlimit(resource.RLIMIT_DATA, (wanted, most))
 
 
 def traceback_text(error: BaseException, ours: Sequence[str]) -> str:
@@ -196,6 +221,7 @@ def connected() -> tuple[dict[str, Any], queue.SimpleQueue[Any], Callable[[list[
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), name="receive", daemon=True).start()
     setup: dict[str, Any] = calls.get()
+    limit_memory(setup["memory_mb"])
     if setup["cores"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, setup["cores"])
     return setup, calls, send

@@ -44,6 +44,9 @@ class RewardSection(Section):
     Never 0.0."""
     workers: PositiveInt = 1
     """Worker processes beside each generator."""
+    memory_mb: PositiveInt | None = 16384
+    """MiB of data that one of them may have, and each process that it starts (Linux). One that wants more is
+    replaced, and its call fails by name. Null: no limit."""
 
 
 COMMAND = "command"
@@ -105,6 +108,9 @@ class EnvironmentSection(Section):
     """Factor of the environment's own reward, where it gives one, in the sum that is the reward."""
     workers: PositiveInt = 1
     """Worker processes beside each generator; each runs many environments."""
+    memory_mb: PositiveInt | None = 16384
+    """MiB of data that one of them may have, and each process that it starts (Linux); beyond it environments
+    get a MemoryError. Null: no limit."""
 
     @property
     def name(self) -> str:

@@ -71,6 +71,12 @@ def by_word(completion):
               "huge": 10**400, "empty": {}, "true": True, "zero": 0.0}
     return values.get(completion, 1.0)
 
+leaked = []
+def leaks(completion):
+    if completion == "leak": leaked.append(bytearray(300 << 20))
+    return float(len(leaked))
+async def leaks_slowly(completion): return leaks(completion)
+
 def maybe(completion): return None if completion == "none" else 2.0
 
 async def judge(completion):
@@ -307,7 +313,9 @@ async def test_a_crash_fails_its_call_alone(folder: Path, word: str, end: str) -
 async def test_what_a_worker_answered_before_it_died_is_read(folder: Path, writes: int) -> None:
     """Its end shows first in a write that fails, or in a reset: neither may hide the replies before it."""
     function = {"path": "user.py:by_word", "name": None, "args": {}}
-    process = await spawn({"functions": [function], "timeout_s": 5, "folder": str(folder), "cores": []}, 5)
+    process = await spawn(
+        {"functions": [function], "timeout_s": 5, "folder": str(folder), "cores": [], "memory_mb": None}, 5
+    )
     try:
         replies = Replies(process.incoming)
         await replies.read()  # it is ready
@@ -382,6 +390,25 @@ async def test_a_worker_killed_from_outside_is_replaced(folder: Path) -> None:
         again = int((await score(pool, "x")).total)
         assert again != first
         assert pool.statistics().restarts == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
+@pytest.mark.parametrize("function", ["leaks", "leaks_slowly"])
+async def test_a_function_that_leaks_costs_one_call_at_its_limit_and_starts_over(
+    folder: Path, function: str
+) -> None:
+    async with pool_of(folder, function, memory_mb=1500) as pool:
+        ends = [
+            await asyncio.gather(score(pool, "leak" if i < 12 else "fine"), return_exceptions=True)
+            for i in range(13)
+        ]
+        failures = [end for (end,) in ends if not isinstance(end, RewardScore)]
+        assert 2 <= len(failures) <= 6, "each process has room for a few"
+        assert pool.statistics().restarts == len(failures)
+        for failure in failures:
+            assert isinstance(failure, RewardWorkerError)
+            assert "ended with a MemoryError: it wanted more than reward.memory_mb allows" in str(failure)
+        assert isinstance(ends[-1][0], RewardScore), "what others had is not lost"
 
 
 async def test_close_fails_what_is_left(folder: Path) -> None:
