@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import shlex
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +95,20 @@ def connect(address: str) -> Any:
 
 def follow(client: Any, job: str, address: str) -> int:
     """Show the job's log until it ends, or until Ctrl-C; the run's exit code, 0 after Ctrl-C."""
+    shown: Future[None] = Future()
+
+    def show() -> None:
+        try:
+            asyncio.run(_show(client, job))
+        except BaseException as error:  # noqa: BLE001 raised below
+            shown.set_exception(error)
+        else:
+            shown.set_result(None)
+
+    # In a thread that nobody waits for: a busy cluster may take long to say goodbye.
+    threading.Thread(target=show, name="log of the job", daemon=True).start()
     try:
-        asyncio.run(_show(client, job))
+        shown.result()
     except KeyboardInterrupt:
         log.warning("the run goes on without this terminal\n%s", ways(job, address))
         return 0
