@@ -98,7 +98,7 @@ def main() -> None:
     args = parser.parse_args()
     # Twice as many groups outstanding as slots hold, S = 4, and a learner that keeps up.
     batch = max(1, args.replicas * args.slots // args.group_size)
-    steps = max(1, round(args.trajectories / (batch * args.group_size)))
+    steps = max(1, -(-args.trajectories // (batch * args.group_size)))
     config = parse_simulation(
         {
             "workload": {

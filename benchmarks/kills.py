@@ -30,6 +30,7 @@ from typing import Any
 
 from asyncrl.checkpoint.files import replace_file
 from asyncrl.config_load import load_config
+from asyncrl.models.create import ensure_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from killed_run import PHASES, Moment
@@ -70,13 +71,14 @@ class Records:
         return found
 
 
-def draw(seed: int, number: int, seconds: dict[str, float]) -> Moment:
+def draw(seed: int, number: int, seconds: dict[str, float], attempt: int = 0) -> Moment:
     """The moment of a kill: phases take turns, the rest is drawn from ``seed`` and the kill's ``number``.
 
-    ``seconds``: how long each phase usually is.
+    ``seconds``: how long each phase usually is. ``attempt``: how often the moment did not come before the
+    run's end, so that another is drawn.
     """
     phase = PHASES[number % len(PHASES)]
-    chance = random.Random(f"{seed}-{number}")
+    chance = random.Random(f"{seed}-{number}-{attempt}")
     occurrence = 1 if phase == "start-up" else chance.randint(1, 3)
     return Moment(phase, occurrence, chance.random() * seconds[phase])
 
@@ -167,7 +169,8 @@ def perform(records: Records, file: Path, runs: Runs) -> None:
         over = number >= asked["kills"]
         if over and (not records.kills or records.kills[-1]["run"] != name):
             return  # the run of the last kill has ended
-        moment = None if over else draw(asked["seed"], number, records.undisturbed["seconds"])
+        usual = records.undisturbed["seconds"]
+        moment = None if over else draw(asked["seed"], number, usual, attempt=len(records.runs))
         life = runs.live(name, moment)
         if life.killed is None:
             records.runs.append(ended := runs.verify(name))
@@ -222,6 +225,9 @@ def main() -> None:
         "deterministic": asked.deterministic,
         "overrides": overrides,
     }
+    config = load_config(asked.config, [*overrides, f"run.dir={asked.out.resolve()}"])
+    if config.model.path is None:
+        ensure_model(config)  # or the undisturbed run's start-up would be the only one to make it
     file = asked.out / "kills.json"
     records = Records.read(file, arguments)
     perform(records, file, Runs(asked.config, asked.out.resolve(), overrides, asked.timeout_s))
