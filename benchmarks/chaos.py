@@ -195,9 +195,12 @@ FAULTS: dict[str, Callable[[Run, random.Random], str | None]] = {
 
 
 def recover(run: Run) -> tuple[float, int]:
-    """Until a step is done that was not, starting the run again where it ended: seconds, and starts."""
+    """Until two steps are done that were not, starting the run again where it ended: seconds, and starts.
+
+    Two, because the first may have been all but done.
+    """
     began, before, starts = time.monotonic(), run.step(), 0
-    while run.step() <= before:
+    while run.step() <= before + 1:
         if run.exit_code is not None:
             log.info("the run ended with exit code %s: started again", run.exit_code)
             run.start()
@@ -247,6 +250,8 @@ def perform(run: Run, minutes: float, chance: random.Random, most_s: float) -> d
     recover(run)
     while time.monotonic() - began < 60 * minutes:
         time.sleep(chance.uniform(1.0, most_s))
+        if run.exit_code is not None:  # of the last fault, after the steps that were waited for
+            recover(run)
         name = chance.choice(list(FAULTS))
         step = run.step()
         with contextlib.suppress(psutil.NoSuchProcess):
