@@ -34,13 +34,13 @@ class Listening:
             yield
             return
         self._heard[uid] = heard
-        if self._asking is None:
+        if self._asking is None or self._asking.done():  # done: an engine that was gone for a while
             self._asking = asyncio.create_task(self._ask(), name="listening to running answers")
         try:
             yield
         finally:
             del self._heard[uid]
-            if not self._heard:
+            if not self._heard and self._asking is not None:
                 self._asking.cancel()
                 self._asking = None
 

@@ -2,7 +2,7 @@
 
     python benchmarks/kills.py --kills 100 --out runs/kills
     python benchmarks/kills.py --kills 100 --out runs/kills-to-the-bit --deterministic
-    python benchmarks/kills.py --kills 5 --out /tmp/kills --config mine.yaml run.steps=8
+    python benchmarks/kills.py --kills 5 --out runs/kills-short --config mine.yaml run.steps=12
 
 First the run is made undisturbed. Then, with a checkpoint of every step, it is started again and again and
 gets SIGKILL each time: in turn while it starts, samples, updates, pushes and writes a checkpoint, at a moment

@@ -208,9 +208,9 @@ def pack_prompts(
             row: list[int] = []
             tokens = 0
             for i in members:
-                alone = prompt + group[i].response_tokens
+                alone = shared_row(prompt, [group[i].response_tokens])
                 _require_room(alone, micro_batch_tokens, section)
-                longer = shared_row(prompt, [group[k].response_tokens for k in (*row, i)])
+                longer = tokens + alone - prompt - 1 if row else alone
                 if longer > micro_batch_tokens:
                     rows.append((tokens, tuple(first + k for k in row)))
                     row, longer = [], alone
