@@ -20,13 +20,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from asyncrl.alarms import LogprobAlarm
+from asyncrl.attempts import Attempts, GroupSource, PoisonedGroupError
 from asyncrl.checkpoint.books import Books
 from asyncrl.checkpoint.compatibility import Origin
 from asyncrl.checkpoint.resume import Resumed
 from asyncrl.checkpoint.saver import Kind, Saver
 from asyncrl.config import Config
 from asyncrl.credit import CreditAssignment
-from asyncrl.errors import BadStepsError, LostGroupError, NoGeneratorError
+from asyncrl.errors import BadStepsError, NoGeneratorError
 from asyncrl.evaluation import Evaluator
 from asyncrl.generators.pool import GeneratorPool
 from asyncrl.learners.base import Learner, StepResult
@@ -37,19 +38,14 @@ from asyncrl.outstanding import OutstandingGroups, Running
 from asyncrl.pushes import Publisher, Pushes, Reference
 from asyncrl.roles.annotator import Annotator
 from asyncrl.roles.kl_control import KLControl
-from asyncrl.rollout import GroupRequest
 from asyncrl.screening import Screening
-from asyncrl.snapshot import Salvage
 from asyncrl.timeline import NoTimeline, Timeline
 from asyncrl.turns import NoTurns, Turns
-from asyncrl.types import Batch, BatchItem, GroupMeta, Metrics, ReadyGroup, SamplingParams, Task, unmasked
+from asyncrl.types import Batch, BatchItem, GroupMeta, Metrics, ReadyGroup, Task, unmasked
 from asyncrl.waiting import Signal, now, within
 from asyncrl.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
-
-_ROLLOUT_GRACE_S = 30.0
-"""What a replica gets beyond rollout.deadline_s to answer before it is taken for hung."""
 
 
 class TaskSource(Protocol):
@@ -74,7 +70,10 @@ class Summary:
 
 
 class Controller:
-    """Runs ``config.run.steps`` updates. Build it, then await ``run()`` once."""
+    """Runs ``config.run.steps`` updates. Build it, then await ``run()`` once.
+
+    ``source``: what makes the groups that are trained, where that is not ``pool``.
+    """
 
     def __init__(
         self,
@@ -86,6 +85,7 @@ class Controller:
         evaluator: Evaluator,
         observer: Observer,
         *,
+        source: GroupSource | None = None,
         annotator: Annotator | None = None,
         reference: Reference | None = None,
         turns: Turns | None = None,
@@ -106,14 +106,6 @@ class Controller:
         self._observer = observer
         self._saver = saver
         self._resumed = resumed
-        rollout = config.rollout
-        self._sampling = SamplingParams(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop=rollout.stop,
-        )
         self._credit = CreditAssignment(config)
         self._screening = Screening(config, self._credit)
         self._kl = KLControl(config.algorithm)
@@ -146,6 +138,12 @@ class Controller:
         if resumed is not None:
             self._books.restore(resumed.state, resumed.ready)
         self.budget, self.ledger = self._groups.budget, self._groups.ledger
+        self._attempts = Attempts(
+            config,
+            source or pool,
+            reissue=lambda ordinal: self.budget.reissue(ordinal).start_version,
+            greedy_baseline=self._credit.needs_greedy,
+        )
         self._pushes = Pushes(
             config,
             self.budget,
@@ -358,45 +356,14 @@ class Controller:
                 running.handle = group.create_task(rollout, name=f"rollout {task.uid}")
 
     async def _rollout(self, running: Running, start_version: int) -> None:
-        """One group, from its request to the queue or to its retirement.
-
-        When its replica dies it goes on elsewhere from what that had, under the admission that it has: none
-        of its tokens is older than its first start, so that its expiry bounds the lag of old and new ones
-        alike. Where nothing is left of it, it starts from nothing, and from the version of now.
-        """
-        settings, task = self.config.rollout, running.task
-        deaths: list[str] = []
-        salvage: Salvage | None = None
-        limit_s = settings.deadline_s + self.config.reward.timeout_s + _ROLLOUT_GRACE_S
-        while True:
-            request = GroupRequest(
-                task=task,
-                start_version=start_version,
-                samples=settings.group_size,
-                sampling=self._sampling,
-                seed=self.config.run.seed,
-                deadline_s=settings.deadline_s,
-                greedy_baseline=self._credit.needs_greedy,
-            )
-            try:
-                alone = 0 < len(deaths) == settings.max_attempts - 1
-                meta, payload = await self._pool.run_group(
-                    request, limit_s=limit_s, alone=alone, salvage=salvage
-                )
-                break
-            except LostGroupError as error:
-                deaths.append(str(error))
-                log.warning("try %d of %s failed: %s", running.attempt, task.uid, error)
-                if len(deaths) >= settings.max_attempts:
-                    self._groups.retire_unusable(task, "failed", poisoned(task.uid, deaths))
-                    return
-                salvage = error.salvage
-            except NoGeneratorError:
-                return  # the run ends, and issues the group again when it goes on
-            running.attempt += 1
-            if salvage is None:
-                start_version = self.budget.reissue(task.ordinal).start_version
-        await self._land(task, meta, payload)
+        """One group, from its request to the queue or to its retirement."""
+        try:
+            made = await self._attempts.run(running, start_version)
+        except PoisonedGroupError as error:
+            self._groups.retire_unusable(running.task, "failed", str(error))
+            return
+        if made is not None:  # else the run ends, and issues the group again when it goes on
+            await self._land(running.task, *made)
 
     async def _land(self, task: Task, meta: GroupMeta, payload: Any) -> None:
         """A group came back: scored, annotated and into the queue, or retired with the reason why not."""
@@ -546,11 +513,3 @@ class Controller:
             "time": self._books.elapsed_s(),
             **self._groups.metrics(),
         }
-
-
-def poisoned(uid: str, deaths: Sequence[str]) -> str:
-    """The reason of a group that is given up because each replica that had it died."""
-    return (
-        f"GeneratorError: {uid} was on {len(deaths)} replicas when they died (rollout.max_attempts = "
-        f"{len(deaths)}), the last time with no other group beside it: {deaths[-1]}"
-    )

@@ -258,6 +258,7 @@ def build(
             pool, prompts.eval if samples else (), config, reward_model, prompts.eval_sets if samples else {}
         ),
         RunObserver(files, display),
+        source=sides.source,
         annotator=annotator,
         reference=moving,
         turns=sides.turns,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.attempts import GroupSource
 from asyncrl.colocated import build_colocated
 from asyncrl.config import Config
 from asyncrl.generators.actor import RayReplica, generator_actor
@@ -17,7 +18,7 @@ from asyncrl.generators.pool import GeneratorPool
 from asyncrl.halves.no_learner import NoLearner
 from asyncrl.halves.publisher import UnsentPublisher
 from asyncrl.halves.recording import Recording
-from asyncrl.halves.replay import RecordedPool
+from asyncrl.halves.replay import RecordedGroups
 from asyncrl.handover import HandoverPublisher, HandoverTurns
 from asyncrl.learners.base import Learner
 from asyncrl.learners.group import RayLearner, learner_actors
@@ -38,6 +39,8 @@ class Sides:
     policy: Learner
     publisher: Publisher
     turns: Turns
+    source: GroupSource | None = None
+    """What makes the groups that are trained, where that is not ``pool``."""
 
 
 def build_sides(
@@ -81,8 +84,10 @@ def build_generators_alone(
 
 def build_learner_alone(config: Config, model_path: str, placement: Placement, recording: Recording) -> Sides:
     """A process for each learner rank, which train what was recorded; nobody samples."""
-    pool = RecordedPool(recording, store_payloads)
-    return Sides(pool, _learner(config, model_path, placement), UnsentPublisher(pool), NoTurns())
+    pool = GeneratorPool([], min_replicas=0)
+    groups = RecordedGroups(recording, lambda: pool.newest_version, store_payloads)
+    learner = _learner(config, model_path, placement)
+    return Sides(pool, learner, UnsentPublisher(pool), NoTurns(), groups)
 
 
 def _pool(config: Config, model_path: str, placement: Placement, timeline: Timeline) -> GeneratorPool:

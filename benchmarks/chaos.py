@@ -5,8 +5,9 @@
 
 ``asyncrl train`` runs with a checkpoint every few steps. Every few seconds something is done to it, drawn
 from ``--seed``: a generator, a reward worker, the learner or the controller is killed or stopped for a while,
-Ray's node is killed, or a signal asks the run to end. Whenever the run has ended, it is started again. After
-the time is over it is left alone until it has come to its end.
+a generator gets no more memory, all of the run stands still for a minute, Ray's node or head is killed, or a
+signal asks the run to end. Whenever the run has ended, it is started again. After the time is over it is left
+alone until it has come to its end.
 
 Then every ordinal has to be retired exactly once, every step to have one line, no lag to be beyond the bound,
 and no process to be left. ``<out>/chaos.json`` holds each fault with what came of it and the seconds until
@@ -34,6 +35,7 @@ from typing import Any
 
 import psutil
 
+from asyncrl.bench.machine import describe_machine
 from asyncrl.config_load import load_config
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +51,6 @@ SETTINGS = (
     "learner.lr_schedule=constant",
 )
 NAME = "chaos"
-LONGEST_STOP_S = 30.0
 RECOVERY_TIMEOUT_S = 600.0
 LAST_STEPS = 3
 log = logging.getLogger("chaos")
@@ -127,67 +128,84 @@ class Run:
 # ---------------------------------------------------------------- faults
 
 
-def kill(title: str) -> Callable[[Run, random.Random], str | None]:
-    def strike(run: Run, chance: random.Random) -> str | None:
-        victims = run.processes(title)
-        if not victims:
-            return None
-        victim = chance.choice(victims)
-        victim.kill()
-        return f"process {victim.pid}"
-
-    return strike
+Victims = Callable[["Run"], list[psutil.Process]]
+Strike = Callable[["Run", random.Random], str | None]
+"""Does it, and says to whom; None where there is nobody."""
 
 
-def stop(title: str) -> Callable[[Run, random.Random], str | None]:
-    """SIGSTOP, and SIGCONT after a while: the process may be gone by then."""
-
-    def strike(run: Run, chance: random.Random) -> str | None:
-        victims = run.processes(title) if title else [run.controller]
-        if not victims:
-            return None
-        victim, seconds = chance.choice(victims), chance.uniform(1.0, LONGEST_STOP_S)
-        victim.suspend()
-        time.sleep(seconds)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.resume()
-        return f"process {victim.pid} for {seconds:.0f} s"
-
-    return strike
+def titled(title: str) -> Victims:
+    return lambda run: run.processes(title)
 
 
-def signal_controller(number: signal.Signals) -> Callable[[Run, random.Random], str | None]:
-    def strike(run: Run, chance: random.Random) -> str | None:
-        run.controller.send_signal(number)
-        return f"process {run.controller.pid}"
-
-    return strike
+def controller(run: Run) -> list[psutil.Process]:
+    return [run.controller]
 
 
-def kill_reward_worker(run: Run, chance: random.Random) -> str | None:
-    """A child of a generator's process."""
-    children = [
+def reward_workers(run: Run) -> list[psutil.Process]:
+    """Children of the generators' processes."""
+    return [
         child
         for generator in run.processes("GeneratorActor")
         for child in generator.children()
         if "resource_tracker" not in " ".join(child.cmdline())
     ]
-    if not children:
+
+
+def send(number: signal.Signals, victims: Victims) -> Strike:
+    def strike(run: Run, chance: random.Random) -> str | None:
+        if not (found := victims(run)):
+            return None
+        victim = chance.choice(found)
+        victim.send_signal(number)
+        return f"process {victim.pid}"
+
+    return strike
+
+
+def stop(victims: Victims, *, most_s: float = 30.0, everyone: bool = False) -> Strike:
+    """SIGSTOP, and SIGCONT after a while: the process may be gone by then."""
+
+    def strike(run: Run, chance: random.Random) -> str | None:
+        if not (found := victims(run)):
+            return None
+        struck = found if everyone else [chance.choice(found)]
+        seconds = most_s if everyone else chance.uniform(1.0, most_s)
+        for victim in struck:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.suspend()
+        time.sleep(seconds)
+        for victim in struck:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.resume()
+        who = f"{len(struck)} processes" if everyone else f"process {struck[0].pid}"
+        return f"{who} for {seconds:.0f} s"
+
+    return strike
+
+
+def run_out_of_memory(run: Run, chance: random.Random) -> str | None:
+    """A generator may take no more memory than it has: what it allocates next fails."""
+    if not (found := run.processes("GeneratorActor")):
         return None
-    victim = chance.choice(children)
-    victim.kill()
+    victim = chance.choice(found)
+    victim.rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))
     return f"process {victim.pid}"
 
 
-FAULTS: dict[str, Callable[[Run, random.Random], str | None]] = {
-    "generator killed": kill("GeneratorActor"),
-    "generator stopped": stop("GeneratorActor"),
-    "reward worker killed": kill_reward_worker,
-    "learner killed": kill("LearnerActor"),
-    "controller killed": signal_controller(signal.SIGKILL),
-    "controller stopped": stop(""),
-    "asked to end (SIGTERM)": signal_controller(signal.SIGTERM),
-    "Ray's node killed": kill("raylet/raylet"),
+FAULTS: dict[str, Strike] = {
+    "generator killed": send(signal.SIGKILL, titled("GeneratorActor")),
+    "generator stopped": stop(titled("GeneratorActor")),
+    "generator out of memory": run_out_of_memory,
+    "reward worker killed": send(signal.SIGKILL, reward_workers),
+    "reward worker stopped": stop(reward_workers),
+    "learner killed": send(signal.SIGKILL, titled("LearnerActor")),
+    "learner stopped": stop(titled("LearnerActor")),
+    "controller killed": send(signal.SIGKILL, controller),
+    "controller stopped": stop(controller),
+    "asked to end (SIGTERM)": send(signal.SIGTERM, controller),
+    "all of it stopped for a minute": stop(titled(""), most_s=60.0, everyone=True),
+    "Ray's node killed": send(signal.SIGKILL, titled("raylet/raylet")),
+    "Ray's head killed": send(signal.SIGKILL, titled("gcs_server")),
 }
 
 
@@ -237,6 +255,7 @@ def verify(run: Run, config: Path, overrides: Sequence[str]) -> dict[str, Any]:
         "repeated": 0,
         "failed": failed,
         "lag_max": largest,
+        "bound": bound,
         "processes_left": 0,
     }
 
@@ -278,7 +297,7 @@ def table(faults: Sequence[dict[str, Any]]) -> str:
     for fault in faults:
         by_name[fault["fault"]].append(fault)
     lines = [
-        "| fault | times | started again | seconds until the next step: median | most |",
+        "| fault | times | started again | seconds: median | most |",
         "| --- " * 5 + "|",
     ]
     for name, found in sorted(by_name.items()):
@@ -290,6 +309,43 @@ def table(faults: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def memory_over_the_longest_life(entries: Sequence[dict[str, Any]]) -> str:
+    """Of the controller: each of its processes starts anew."""
+    lives: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+    for entry in entries:
+        lives[entry["life"]].append(entry)
+    longest = max(lives.values(), key=lambda life: life[-1]["step"] - life[0]["step"])
+    first, last = longest[0], longest[-1]
+    return (
+        f"Memory of the controller in its longest life: {first['controller_mb']:.0f} MB at step "
+        f"{first['step']}, {last['controller_mb']:.0f} MB at step {last['step']}."
+    )
+
+
+def page(report: dict[str, Any], config: str) -> str:
+    machine = report["machine"]
+    return "\n".join(
+        [
+            "# Random faults on a real run",
+            "",
+            f"`python benchmarks/chaos.py --minutes {report['minutes']:g} --seed {report['seed']}`, over",
+            f"`configs/{config}`, {machine['processor']}, {machine['cores']} cores.",
+            "",
+            f"{len(report['faults'])} faults, {report['lives']} starts, {report['steps']} steps, "
+            f"{report['ordinals']} prompts: {report['lost']} lost, {report['repeated']} repeated, "
+            f"{report['failed']:g} failed; largest lag {report['lag_max']:g} of at most {report['bound']}; "
+            f"{report['processes_left']} processes left.",
+            memory_over_the_longest_life(report["controller_memory"]),
+            "",
+            "Seconds are from the fault (for what is stopped, from when it goes on) until two more steps",
+            "were done; where the run ended, a new start is in them, with all its imports.",
+            "",
+            table(report["faults"]),
+            "",
+        ]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -299,6 +355,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most-s", type=float, default=20.0, help="longest time between two faults")
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"))
+    parser.add_argument("--page", type=Path, help="write what came of it here, as Markdown")
     parser.add_argument("overrides", nargs="*", metavar="KEY.SUB=VALUE")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -309,17 +366,22 @@ def main() -> None:
     run = Run(asked.config, out, asked.overrides)
     try:
         report = perform(run, asked.minutes, random.Random(asked.seed), asked.most_s)
-        report |= {"minutes": asked.minutes, "seed": asked.seed, "lives": run.lives}
+        report |= {
+            "machine": describe_machine(),
+            "minutes": asked.minutes,
+            "seed": asked.seed,
+            "lives": run.lives,
+        }
         report |= verify(run, asked.config, asked.overrides)
     finally:
         for process in run.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
     (out / "chaos.json").write_text(json.dumps(report, indent=1) + "\n")
-    sys.stdout.write(table(report["faults"]) + "\n\n")
-    sys.stdout.write(json.dumps({k: v for k, v in report.items() if k != "controller_memory"}) + "\n")
-    sizes = [entry["controller_mb"] for entry in report["controller_memory"]]
-    sys.stdout.write(f"controller's memory: {sizes[0]:.0f} MB at first, {sizes[-1]:.0f} MB at last\n")
+    text = page(report, asked.config.name)
+    sys.stdout.write(text)
+    if asked.page is not None:
+        asked.page.write_text(text)
 
 
 if __name__ == "__main__":

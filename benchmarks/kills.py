@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrl.bench.machine import describe_machine
 from asyncrl.checkpoint.files import replace_file
 from asyncrl.config_load import load_config
 from asyncrl.models.create import ensure_model
@@ -203,6 +204,25 @@ def report(records: Records) -> str:
     return "\n".join(lines)
 
 
+def page(records: Records) -> str:
+    asked, machine = records.arguments, describe_machine()
+    flags = " --deterministic" if asked["deterministic"] else ""
+    return "\n".join(
+        [
+            "# A run that is killed again and again",
+            "",
+            f"`python benchmarks/kills.py --kills {asked['kills']} --seed {asked['seed']}{flags}`, over",
+            f"`configs/{Path(asked['config']).name}` with",
+            f"{', '.join(asked['overrides']) or 'no other settings'};",
+            f"{machine['processor']}, {machine['cores']} cores. Every ordinal was retired exactly once,",
+            "every step has one line, and no lag was beyond the bound.",
+            "",
+            report(records),
+            "",
+        ]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -213,6 +233,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/kills"))
     parser.add_argument("--deterministic", action="store_true", help="synchronous, and equal to the bit")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="longest life of one process")
+    parser.add_argument("--page", type=Path, help="write what came of it here, as Markdown")
     parser.add_argument("overrides", nargs="*", metavar="KEY.SUB=VALUE")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -231,7 +252,10 @@ def main() -> None:
     file = asked.out / "kills.json"
     records = Records.read(file, arguments)
     perform(records, file, Runs(asked.config, asked.out.resolve(), overrides, asked.timeout_s))
-    sys.stdout.write(report(records) + "\n")
+    text = page(records)
+    sys.stdout.write(text)
+    if asked.page is not None:
+        asked.page.write_text(text)
 
 
 if __name__ == "__main__":

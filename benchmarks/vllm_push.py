@@ -254,7 +254,7 @@ async def measure(options: Options, model: str) -> dict[str, Any]:
         here.send(options.pushes + 1)
         began = time.perf_counter()
         await engine.receive(options.pushes + 1)
-        built = max(outcome.build_s for outcome in engine.staged_outcomes)
+        built = max(outcome.build_s for outcome in engine.arrival.outcomes)
         idle_push = time.perf_counter() - began - built
     finally:
         await engine.close()
@@ -281,8 +281,8 @@ async def _push(engine: VLLMEngine, pipe: Connection, version: int) -> dict[str,
     began = time.perf_counter()
     await engine.receive(version)
     whole = time.perf_counter() - began
-    wire = max(outcome.wire_s for outcome in engine.staged_outcomes)
-    build = max(outcome.build_s for outcome in engine.staged_outcomes)
+    wire = max(outcome.wire_s for outcome in engine.arrival.outcomes)
+    build = max(outcome.build_s for outcome in engine.arrival.outcomes)
     await asyncio.to_thread(pipe.recv)
     echo = await engine.swap(version, in_flight=True, kv="keep")
     seconds = {

@@ -283,4 +283,7 @@ class RayReplica:
         except TaskCancelledError as error:
             raise GeneratorError(f"{self.name} cancelled a call that nobody gave up") from error
         except RayTaskError as error:
-            raise error.as_instanceof_cause() from None
+            cause = error.as_instanceof_cause()
+            if isinstance(cause, MemoryError):
+                raise GeneratorError(f"{self.name} is out of memory: {error}") from error
+            raise cause from None

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
+from asyncrl.attention.slots import use_slot_attention
 from asyncrl.errors import ConfigError
-from asyncrl.generators.attention import use_slot_attention
 from asyncrl.generators.kv_cache import DecodeView, PrefillView, SlotKV
 from asyncrl.generators.prefill import PrefillBatch
 

@@ -18,44 +18,30 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from asyncrl.errors import (
-    ChecksumError,
-    GeneratorError,
-    RolloutError,
-    WeightSyncError,
-)
+from asyncrl.errors import GeneratorError, RolloutError
 from asyncrl.generators.base import Asleep, GeneratorStatistics, KVAfterSwap
 from asyncrl.generators.requests import check_request, check_scored, nothing_sampled, whole_answer
 from asyncrl.generators.stopping import StopStrings
-from asyncrl.generators.vllm_answers import (
-    completion_of,
-    cut_across,
-    partial_of,
-    request_seed,
-    scores_of,
-)
+from asyncrl.generators.vllm_answers import completion_of, cut_across, partial_of, scores_of
+from asyncrl.generators.vllm_arrival import Arrival
 from asyncrl.generators.vllm_meter import Meter
+from asyncrl.generators.vllm_parameters import prompt_of, sampling_parameters, scoring_parameters
 from asyncrl.generators.vllm_settings import VLLMSettings, has_tokenizer
 from asyncrl.generators.vllm_sleep import VLLMSleep
 from asyncrl.generators.vllm_start import start_vllm, warm_up_requests
 from asyncrl.types import Completion, Float32Array, GenerationRequest
 from asyncrl.weight_sync.base import PushGroupSpec, WeightEcho
-from asyncrl.weight_sync.broadcast import connect_store
-from asyncrl.weight_sync.staging import Outcome, await_joined, dismiss
-from asyncrl.weight_sync.staging import receive as receive_staged
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 20.0
-_DISMISS_TIMEOUT_S = 1.0
 _FIRST = -1
 """A priority before that of all other requests, 0."""
 
@@ -71,12 +57,6 @@ class _Sequence:
     aborted: bool = False
     starts: list[tuple[int, int]] = field(default_factory=list)
     """Version and index of its first token, for each version that was made live meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    version: int
-    outcomes: list[Outcome]
 
 
 class VLLMEngine:
@@ -101,10 +81,7 @@ class VLLMEngine:
         self._control = asyncio.Lock()
         """One pause, resume, swap, or step between sleep and waking at a time."""
         self._sleep = VLLMSleep()
-        self._spec: PushGroupSpec | None = None
-        self._store: Any = None
-        self._ticket = 0
-        self._staged: _Staged | None = None
+        self.arrival = Arrival(settings.workers, self._with_engine)
         self.commit_times: list[float] = []
         """Seconds of the last swap in which each worker exchanged its weights."""
         self.held_s = 0.0
@@ -148,19 +125,11 @@ class VLLMEngine:
         """End all of vLLM's processes; requests that still run fail with GeneratorError."""
         self._end("the engine was closed")
         engine, self._engine = self._engine, None
-        if self._spec is not None:
-            await self._dismiss_receivers(self._spec)
+        await self.arrival.dismiss()
         if engine is not None:
             await asyncio.to_thread(engine.shutdown, _CLOSE_TIMEOUT_S)
             del engine
             gc.collect()  # it is part of cycles, and its end fails in an interpreter that ends
-
-    async def _dismiss_receivers(self, spec: PushGroupSpec) -> None:
-        """Have what stands ready in the workers leave; where that takes long, they end with their process."""
-        dismissing = asyncio.to_thread(dismiss, self._store, spec, self._ranks(spec))
-        with contextlib.suppress(WeightSyncError, TimeoutError):
-            async with asyncio.timeout(_DISMISS_TIMEOUT_S):
-                await dismissing
 
     def _end(self, why: str) -> None:
         """Everything that waits, and all that comes, fails from now on."""
@@ -214,15 +183,13 @@ class VLLMEngine:
 
     async def _sample(self, sequence: _Sequence) -> Any:
         """vLLM's final output. Everything up to its first await registers the request."""
-        from vllm.inputs.engine import tokens_input
-
         request = sequence.request
         salt = str(self._live_version) if self._settings.prefix_caching else None
-        prompt = tokens_input(list(request.context_ids), cache_salt=salt)
+        prompt = prompt_of(request.context_ids, salt)
         sequence.handed_over = True
         sequence.starts = [(self._live_version, 0)]
         self._meter.begin()
-        return await self._answer(request.uid, prompt, self._parameters(request))
+        return await self._answer(request.uid, prompt, sampling_parameters(request, self._eos))
 
     async def _answer(self, uid: str, prompt: Any, parameters: Any, priority: int = 0) -> Any:
         """vLLM's final output; of the requests that wait, it takes those of the lowest priority first."""
@@ -239,29 +206,6 @@ class VLLMEngine:
             cause = error.__cause__ or error
             raise GeneratorError(f"request {uid}: vLLM failed: {cause!r}") from error
         return final
-
-    def _parameters(self, request: GenerationRequest) -> Any:
-        from vllm import SamplingParams as VLLMSampling
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = request.sampling
-        return VLLMSampling(
-            max_tokens=request.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=request_seed(request.key, request.given),
-            stop=list(sampling.stop),
-            include_stop_str_in_output=bool(sampling.stop),
-            # EOS comes from the model's files, as for the torch engine, and not from the tokenizer.
-            ignore_eos=True,
-            stop_token_ids=None if sampling.ignore_eos else list(self._eos),
-            detokenize=bool(sampling.stop),
-            skip_special_tokens=False,
-            logprobs=0,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
 
     async def partials(self) -> dict[str, Completion]:
         """What running requests have so far, by uid; those without a new token left out."""
@@ -291,30 +235,16 @@ class VLLMEngine:
         RolloutError for what is outside the vocabulary, or does not fit ``max_model_len`` together with
         the one token that vLLM has to sample.
         """
-        from vllm import SamplingParams as VLLMSampling
-        from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
-
         self._require_running()
         check_scored(token_ids, limit=self._settings.max_model_len - 1, vocab_size=self._vocab_size)
         self._scored += 1
         uid = f"score-{self._scored}"
-        prompt = tokens_input(list(token_ids), cache_salt=uid if self._settings.prefix_caching else None)
-        parameters = VLLMSampling(
-            max_tokens=1,
-            temperature=1.0,
-            seed=0,
-            prompt_logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            ignore_eos=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        prompt = prompt_of(token_ids, uid if self._settings.prefix_caching else None)
         if not self._open.is_set():
             await self._open.wait()
             self._require_running()
         self._meter.begin()
-        output = await self._with_engine(self._answer(uid, prompt, parameters, _FIRST))
+        output = await self._with_engine(self._answer(uid, prompt, scoring_parameters(), _FIRST))
         self._meter.leave_out(tokens=1, prefill_tokens=len(token_ids))
         return scores_of(uid, token_ids, output)
 
@@ -386,27 +316,13 @@ class VLLMEngine:
         from asyncrl.generators.vllm_weights import spec_to_plain
 
         self._require_running()
-        self._spec, self._staged = None, None
-        self._store = await asyncio.to_thread(connect_store, spec)
         request = WeightTransferInitRequest(init_info={"spec": spec_to_plain(spec)})
-        await self._with_engine(self._engine.init_weight_transfer_engine(request))
-        await self._with_engine(asyncio.to_thread(await_joined, self._store, spec, self._ranks(spec)))
-        self._spec = spec
+        await self.arrival.join(spec, lambda: self._engine.init_weight_transfer_engine(request))
 
     async def receive(self, version: int) -> None:
         """All workers fill their staging areas; generation goes on."""
-        spec = self._spec
-        if spec is None:
-            raise WeightSyncError(f"asked to receive version {version} before joining a push group")
         self._require_running()
-        self._staged = None
-        self._ticket += 1
-        ticket = self._ticket
-        # By the group's store: vLLM hands its workers an order only between two steps.
-        outcomes = await self._with_engine(
-            asyncio.to_thread(receive_staged, self._store, spec, version, ticket, self._ranks(spec))
-        )
-        self._staged = _Staged(version, outcomes)
+        await self.arrival.receive(version)
 
     async def swap(self, version: int, *, in_flight: bool, kv: KVAfterSwap) -> WeightEcho:
         """Make the staged weights live. Once begun it is finished, even if its caller is cancelled.
@@ -414,22 +330,15 @@ class VLLMEngine:
         ``in_flight`` False lets running sequences end first. With ``kv`` recompute, running sequences
         get the keys and values that the new weights give. Asleep, with room for weights, it has neither.
         """
-        staged, self._staged = self._staged, None
-        if staged is None or staged.version != version:
-            held = "nothing" if staged is None else f"version {staged.version}"
-            raise WeightSyncError(f"asked to swap to version {version}, but {held} is staged")
+        arrived = self.arrival.take(version)
         if version < self._live_version:
             raise GeneratorError(f"swap to version {version}, but {self._live_version} is live already")
-        checksums = {outcome.checksum for outcome in staged.outcomes}
-        if len(checksums) > 1:
-            held = ", ".join(f"worker {o.rank} {o.checksum}" for o in staged.outcomes)
-            raise ChecksumError(f"version {version}: the workers of one replica differ: {held}")
+        checksum = arrived.checksum
         self._require_running()
         swapping = asyncio.create_task(self._swap(version, in_flight, kv))
         swapping.add_done_callback(_retrieve)
         pause_s = await asyncio.shield(swapping)
-        receive_s = max(outcome.receive_s for outcome in staged.outcomes)
-        return WeightEcho(version, checksums.pop(), pause_s, receive_s)
+        return WeightEcho(version, checksum, pause_s, arrived.receive_s)
 
     async def _swap(self, version: int, in_flight: bool, kv: KVAfterSwap) -> float:
         clock = asyncio.get_running_loop().time
@@ -500,14 +409,6 @@ class VLLMEngine:
         for sequence in sequences:
             sequence.again = True
         await self._with_engine(self._engine.abort([s.request.uid for s in sequences]))
-
-    @property
-    def staged_outcomes(self) -> list[Outcome]:
-        """What the last ``receive`` came to, a worker each; empty once it was swapped in."""
-        return self._staged.outcomes if self._staged is not None else []
-
-    def _ranks(self, spec: PushGroupSpec) -> range:
-        return range(spec.rank, spec.rank + self._settings.workers)
 
     # The rest.
 

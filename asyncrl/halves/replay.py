@@ -1,9 +1,8 @@
-"""What stands in the generators' place where a run trains on recorded rollouts.
+"""Where the groups come from of a run that trains on recorded rollouts.
 
 Invariants:
 - Groups come as they were recorded: tokens, log-probs, versions and rewards; their ordinals are this run's.
 - None comes before its youngest token's version is there: else the run has come out of step, and says so.
-- Figures about generators are left out or 0: there are none.
 """
 
 from __future__ import annotations
@@ -13,22 +12,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.errors import ReplayError
-from asyncrl.generators.pool import GeneratorPool
 from asyncrl.halves.recording import Recording
 from asyncrl.rollout import GroupRequest
 from asyncrl.snapshot import Salvage
 from asyncrl.types import GroupMeta
 
 
-class RecordedPool(GeneratorPool):
-    """A pool without a replica: what it is asked for is in ``recording``.
+class RecordedGroups:
+    """A ``GroupSource``: what it is asked for is in ``recording``, whoever else would have made it.
 
-    ``store`` makes of payloads what the learner is handed; called in a thread.
+    ``newest_version``: of the policy. ``store`` makes of payloads what the learner is handed; called in a
+    thread.
     """
 
-    def __init__(self, recording: Recording, store: Callable[[Sequence[bytes]], Sequence[Any]]) -> None:
-        super().__init__([], min_replicas=0)
+    def __init__(
+        self,
+        recording: Recording,
+        newest_version: Callable[[], int],
+        store: Callable[[Sequence[bytes]], Sequence[Any]],
+    ) -> None:
         self._recording = recording
+        self._newest_version = newest_version
         self._store = store
 
     async def run_group(
@@ -36,16 +40,15 @@ class RecordedPool(GeneratorPool):
         request: GroupRequest,
         *,
         limit_s: float | None = None,
-        version: int | None = None,
         alone: bool = False,
         salvage: Salvage | None = None,
     ) -> tuple[GroupMeta, Any]:
         """The recorded group of this ordinal. Raises ReplayError where the policy is not that far yet."""
         ordinal, newest = request.task.ordinal, self._recording.newest_version(request.task.ordinal)
-        if newest > self.newest_version:
+        if newest > (reached := self._newest_version()):
             raise ReplayError(
                 f"recorded group {ordinal} ({request.task.uid}) holds tokens of version {newest}, but the "
-                f"policy is at {self.newest_version}: updates of this run were skipped that the recorded run "
+                f"policy is at {reached}: updates of this run were skipped that the recorded run "
                 "made; look at why they were not finite"
             )
         return await asyncio.to_thread(self._fetch, ordinal)

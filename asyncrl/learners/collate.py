@@ -9,7 +9,7 @@ Invariants:
   padding, so that no attention mask is needed either.
 - Samples that share a row are told apart by ``position_ids`` alone, which start at 0 with each of them
   and count up by 1 within it; a padding token is a sample of its own. Where they share a prompt too,
-  ``segments`` tell them apart, and ``position_ids`` are those that each would have alone.
+  ``shared`` tells them apart, and ``position_ids`` are those that each would have alone.
 - ``positions`` name the inputs whose outputs predict trained tokens, and nothing else: logits are
   computed for those alone.
 """
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.attention.shared_rows import SharedRows
 from asyncrl.errors import InvariantError
 from asyncrl.learners.base import TrainSample
 from asyncrl.learners.layout import Layout, Places, lay_out, lay_out_shared
@@ -48,7 +49,7 @@ class MicroBatch:
     proximal: Tensor | None = None  # (B, T) float32, log p; None where p is the policy as it is
     reference: Tensor | None = None  # (B, T) float32, log-probs of the reference; None without one
     position_ids: Tensor | None = None  # (R, L) int64; None where every row is one sample
-    segments: Tensor | None = None  # (R, L) int64: 0 a prompt, k its k-th answer, -1 padding; None: no shares
+    shared: SharedRows | None = None  # which tokens of the rows see which; None where none share a prompt
     part: Part | None = None  # where ranks share the rows, whose columns the inputs are
 
 
@@ -127,7 +128,7 @@ def collate(
         proximal=None if proximal is None else to_device(proximal),
         reference=None if reference is None else to_device(reference),
         position_ids=None if position_ids is None else to_device(position_ids),
-        segments=None if segments is None else to_device(segments),
+        shared=None if segments is None else SharedRows.of(segments, device),
     )
 
 

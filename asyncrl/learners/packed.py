@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.attention.shared_rows import SharedRows
 from asyncrl.errors import ConfigError
 from asyncrl.learners.policy import selected_logits
 
@@ -48,12 +50,13 @@ def sharing_differences(model: Any, vocabulary: int, device: torch.device) -> tu
     tokens = _tokens(prompt + first + second, vocabulary, device)
     own = torch.cat([tokens[:prompt], tokens[prompt + first :]])
     places = torch.cat([torch.arange(prompt + first), prompt + torch.arange(second)]).to(device)
-    segments = torch.cat([torch.full((n,), k) for k, n in enumerate((prompt, first, second))]).to(device)
+    segments = np.repeat(np.arange(3), (prompt, first, second))[None]
+    shared = SharedRows.of(segments, device)
     behind = torch.arange(prompt + first, prompt + first + second, device=device)
-    together = _logprobs(model, tokens, behind, places, segments)
+    together = _logprobs(model, tokens, behind, places, shared)
     alone = _logprobs(model, own, behind - first, None)
     others = _with_others(tokens, prompt, prompt + first, vocabulary)
-    beside_others = _logprobs(model, others, behind, places, segments)
+    beside_others = _logprobs(model, others, behind, places, shared)
     return _difference(together, alone), _difference(together, beside_others)
 
 
@@ -126,8 +129,8 @@ def _difference(first: Tensor, second: Tensor) -> float:
 
 
 def _logprobs(
-    model: Any, tokens: Tensor, positions: Tensor, places: Tensor | None, segments: Tensor | None = None
+    model: Any, tokens: Tensor, positions: Tensor, places: Tensor | None, shared: SharedRows | None = None
 ) -> Tensor:
     """(L,), (N,) -> (N, V)."""
-    rows = (None if column is None else column[None] for column in (places, segments))
-    return selected_logits(model, tokens[None], positions, *rows).float().log_softmax(-1)
+    row = None if places is None else places[None]
+    return selected_logits(model, tokens[None], positions, row, shared).float().log_softmax(-1)

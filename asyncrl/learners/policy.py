@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asyncrl.attention.shared_rows import SharedRows
 from asyncrl.errors import ConfigError
 from asyncrl.weight_sync.base import Manifest, TensorSpec
 
@@ -97,18 +98,18 @@ def selected_logits(
     input_ids: Tensor,
     positions: Tensor,
     position_ids: Tensor | None = None,
-    segments: Tensor | None = None,
+    shared: SharedRows | None = None,
 ) -> Tensor:
     """Logits at ``positions``, indices into the flattened inputs: (R, L), (N,) -> (N, V).
 
     ``model`` is a prepared policy or an engine around one. ``position_ids`` (R, L), where given, start at 0
     with each of the sequences that share a row: models build a mask from them that keeps those apart.
-    ``segments`` (R, L), where given, stand for another mask: see ``sharing_mask``.
+    ``shared``: that these are prompts, each with all of its answers.
     """
     places = {} if position_ids is None else {"position_ids": position_ids}
     module = getattr(model, "module", model)
-    if segments is not None:
-        places["attention_mask"] = sharing_mask(segments, module.dtype)
+    if shared is not None:
+        places |= shared.arguments(module)
     # By way of an attribute, because models do not pass unknown arguments on to their head.
     head = module.get_output_embeddings()
     head.selected_positions = positions
@@ -117,18 +118,6 @@ def selected_logits(
     finally:
         del head.selected_positions
     return logits.squeeze(0)
-
-
-def sharing_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores of attention where rows hold a prompt and its answers: (R, L) -> (R, 1, L, L).
-
-    A token sees what comes before it of its own segment and of segment 0, the prompt; padding (-1) sees
-    itself and padding before it.
-    """
-    of_query, of_key = segments[:, :, None], segments[:, None, :]
-    seen = ((of_key == of_query) | ((of_key == 0) & (of_query > 0))).tril()
-    mask = torch.zeros(seen.shape, dtype=dtype, device=segments.device)
-    return mask.masked_fill(~seen, torch.finfo(dtype).min)[:, None]
 
 
 def manifest_of(model: nn.Module) -> Manifest:

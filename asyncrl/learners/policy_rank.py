@@ -30,6 +30,7 @@ from asyncrl.algorithms.aggregation import StepCounts
 from asyncrl.algorithms.logprobs import token_logprobs
 from asyncrl.algorithms.names import is_path
 from asyncrl.algorithms.registry import user_advantage
+from asyncrl.attention.shared_rows import use_shared_rows
 from asyncrl.checkpoint.files import FileEntry
 from asyncrl.checkpoint.state import REFERENCE
 from asyncrl.config import AlgorithmSection, LearnerSection, ModelSection, ReferenceSection
@@ -137,6 +138,8 @@ class PolicyRank:
             checkpointing=self._settings.gradient_checkpointing,
             attention=None if self._settings.attention == "auto" else self._settings.attention,
         )
+        if self._settings.shared_prompts:
+            use_shared_rows(model)
         manifest = manifest_of(model)
         count = sum(spec.numel for spec in manifest)
         adapters: tuple[AdapterSpec, ...] = ()
@@ -255,7 +258,7 @@ class PolicyRank:
     def _logits(self, batch: MicroBatch) -> Tensor:
         """(N, V); collective."""
         return selected_logits(
-            self._engine, batch.input_ids, batch.positions, batch.position_ids, batch.segments
+            self._engine, batch.input_ids, batch.positions, batch.position_ids, batch.shared
         )
 
     def _with_advantages(self, share: RankStep) -> tuple[TrainSample, ...]:

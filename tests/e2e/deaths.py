@@ -73,10 +73,28 @@ def computed_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
+def kill(victim: psutil.Process) -> None:
+    victim.send_signal(signal.SIGKILL)
+
+
+def stop(victim: psutil.Process) -> None:
+    victim.send_signal(signal.SIGSTOP)
+
+
+def run_out_of_memory(victim: psutil.Process) -> None:
+    """It gets no more: what it allocates next fails."""
+    victim.rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))
+
+
 def strike(
-    run: Run, victims: list[psutil.Process], number: signal.Signals, expected: int, *, busy_s: float = 0.0
+    run: Run,
+    victims: list[psutil.Process],
+    blow: Callable[[psutil.Process], None],
+    expected: int,
+    *,
+    busy_s: float = 0.0,
 ) -> None:
-    """Send the signal to the victims, once each has computed for ``busy_s`` after a step.
+    """Do ``blow`` to the victims, once each has computed for ``busy_s`` after a step.
 
     It has to be noticed in time, and all replicas have to be live again in time.
     """
@@ -90,13 +108,26 @@ def strike(
         lambda: all(computed_s(v) - b >= busy_s for v, b in zip(victims, before, strict=True)),
     )
     for victim in victims:
-        victim.send_signal(number)
-    wait_until(run, f"{number.name} noticed", NOTICED_WITHIN_S, lambda: deaths(run) >= expected)
+        blow(victim)
+    wait_until(run, f"{blow.__name__} noticed", NOTICED_WITHIN_S, lambda: deaths(run) >= expected)
 
     def whole_again() -> bool:
         last = run.metrics[-1]
         return last["generator/restarts"] >= expected and last["generator/replicas_live"] == 2
 
-    took = wait_until(run, f"all live again after {number.name}", BACK_WITHIN_S, whole_again)
+    took = wait_until(run, f"all live again after {blow.__name__}", BACK_WITHIN_S, whole_again)
     assert took < BACK_WITHIN_S
     assert not any(victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE for victim in victims)
+
+
+def stand_still(run: Run, seconds: float) -> None:
+    """Stop every process of the run for a while, and see it go on with nobody given up."""
+    before, lines = deaths(run), len(run.metrics)
+    stopped = run.processes()
+    for process in stopped:
+        process.suspend()
+    time.sleep(seconds)
+    for process in stopped:
+        process.resume()
+    wait_until(run, "two more steps", 60, lambda: len(run.metrics) >= lines + 2)
+    assert deaths(run) == before, run.text

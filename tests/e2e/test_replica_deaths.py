@@ -1,15 +1,16 @@
-"""Generator processes that are killed and stopped under a real run: it goes on, and gets them back."""
+"""Generator processes that are killed, stopped or out of memory under a real run, which gets them back."""
 
 from __future__ import annotations
 
 import re
-import signal
 from pathlib import Path
 
-from .deaths import generators, run_to_strike, strike
+from .deaths import generators, kill, run_out_of_memory, run_to_strike, stand_still, stop, strike
 
 
-def test_killed_and_stopped_generators_are_noticed_and_come_back_at_the_live_version(tmp_path: Path) -> None:
+def test_killed_stopped_and_starved_generators_come_back_at_the_live_version(
+    tmp_path: Path,
+) -> None:
     with run_to_strike(
         tmp_path,
         # Groups that run for many snapshots, so that there is something to go on from at each death.
@@ -20,10 +21,11 @@ def test_killed_and_stopped_generators_are_noticed_and_come_back_at_the_live_ver
         more_steps=3,
         gone_within_s=15,
     ) as run:
-        strike(run, generators(run)[:1], signal.SIGKILL, expected=1, busy_s=0.3)
-        strike(run, generators(run)[:1], signal.SIGSTOP, expected=2, busy_s=0.3)
+        stand_still(run, 6.0)  # longer than a ping may take
+        strike(run, generators(run)[:1], kill, expected=1, busy_s=0.3)
+        strike(run, generators(run)[:1], stop, expected=2, busy_s=0.3)
         # None is left then, and no update will come to be pushed: the learner has to push in between.
-        strike(run, generators(run), signal.SIGKILL, expected=4, busy_s=0.3)
+        strike(run, generators(run), run_out_of_memory, expected=4, busy_s=0.3)
     last = run.metrics[-1]
     assert last["generator/restarts"] == 4
     assert last["generator/continued_tokens"] > 0, "all that the dead had sampled was sampled again"

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.queues.codec import decode_group, read_records
 
-from .deaths import generators, run_to_strike, strike
+from .deaths import generators, kill, run_to_strike, strike
 from .runs import assert_sound, finish, start
 from .vllm_models import require_vllm
 
@@ -78,4 +78,4 @@ def test_a_killed_replica_is_noticed_and_back_at_the_live_version(folder: Path) 
     with run_to_strike(
         folder, *VLLM, name="vllm-deaths", first_steps=2, more_steps=2, gone_within_s=30
     ) as run:
-        strike(run, generators(run)[:1], signal.SIGKILL, expected=1)
+        strike(run, generators(run)[:1], kill, expected=1)

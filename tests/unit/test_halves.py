@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.attempts import GroupSource
 from asyncrl.checkpoint.compatibility import Origin
 from asyncrl.checkpoint.resume import prepare
 from asyncrl.checkpoint.saver import Saver
@@ -32,7 +33,7 @@ from asyncrl.generators.scripted import Failure, ScriptedGenerator
 from asyncrl.halves.no_learner import NoLearner
 from asyncrl.halves.publisher import UnsentPublisher
 from asyncrl.halves.recording import Recording, open_recording
-from asyncrl.halves.replay import RecordedPool
+from asyncrl.halves.replay import RecordedGroups
 from asyncrl.learners.base import Learner
 from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.plan import placement_rows
@@ -94,10 +95,11 @@ def go(
         return LocalReplica(name, RolloutHost(engine, ScriptedScorer(first_token), lambda ids: ""))
 
     async def main() -> Summary:
-        pool: GeneratorPool
         tasks: TaskSource = Stream()
+        source: GroupSource | None = None
         if recording is not None:
-            pool, tasks = RecordedPool(recording, list), recording
+            pool, tasks = GeneratorPool([], min_replicas=0), recording
+            source = RecordedGroups(recording, lambda: pool.newest_version, list)
         else:
             pool = GeneratorPool([replica("generator 0", dies=spare)], restart=replica)
         publisher: Publisher = UnsentPublisher(pool)
@@ -120,6 +122,7 @@ def go(
             publisher,
             Evaluator(pool, (), config),
             observer,
+            source=source,
             saver=Saver(
                 config.checkpoint,
                 CheckpointStore(config.run.folder / "checkpoints"),

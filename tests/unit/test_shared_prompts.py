@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.aggregation import StepCounts
+from asyncrl.attention import shared_rows
+from asyncrl.attention.shared_rows import use_shared_rows
 from asyncrl.config import AlgorithmSection
 from asyncrl.config_load import parse_config
 from asyncrl.errors import ConfigError
@@ -47,15 +50,17 @@ def gradient(model: Any, share: RankStep, layout: Layout) -> torch.Tensor:
     model.zero_grad()
     for rows in share.micro_batches:
         batch = collate([share.samples[row] for row in rows], share.version, CPU, layout)
-        logits = selected_logits(model, batch.input_ids, batch.positions, batch.position_ids, batch.segments)
+        logits = selected_logits(model, batch.input_ids, batch.positions, batch.position_ids, batch.shared)
         objective(logits, batch, StepCounts(share.loss_tokens, share.sequences), tally).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["rows", "sdpa", "eager"])
 @pytest.mark.parametrize("family", FULL)
 def test_gradients_are_those_of_a_prompt_each(family: str, attention: str) -> None:
-    model = tiny(family, EXACT[family], attention).double()
+    model = tiny(family, EXACT[family], "eager" if attention == "eager" else "sdpa").double()
+    if attention == "rows":
+        use_shared_rows(model)
     expected = gradient(model, step("padded"), "padded")
     assert expected.abs().max() > 1e-4
     # All in one micro-batch, and in several, in some of which a prompt is computed again.
@@ -65,6 +70,25 @@ def test_gradients_are_those_of_a_prompt_each(family: str, attention: str) -> No
     require_exact_sharing(model.float(), "float32", CPU)
 
 
+def test_no_score_between_two_answers_is_computed() -> None:
+    """Whatever the number of answers: a mask over the row would grow with its square."""
+    model = tiny("llama", {})
+    use_shared_rows(model)
+    share = step("shared")
+    batch = collate(share.samples, share.version, CPU, "shared")
+    assert batch.shared is not None
+    longest = max(len(s.trajectory.prompt_ids) + len(s.trajectory.token_ids) - 1 for s in share.samples)
+    with mock.patch.object(
+        shared_rows, "sdpa_attention_forward", wraps=shared_rows.sdpa_attention_forward
+    ) as attention:
+        selected_logits(model, batch.input_ids, batch.positions, batch.position_ids, batch.shared)
+    assert attention.call_count == model.config.num_hidden_layers
+    for call in attention.call_args_list:
+        _, query, key, _, mask = call.args
+        assert mask is None
+        assert query.shape[2] == key.shape[2] == longest < batch.input_ids.shape[1]
+
+
 def test_a_prompt_and_its_answers_are_one_row() -> None:
     share = step("shared")
     together = [share.samples[i] for i in share.micro_batches[0]]
@@ -72,7 +96,8 @@ def test_a_prompt_and_its_answers_are_one_row() -> None:
     prompts = {(s.ordinal, s.trajectory.prompt_ids.tobytes()) for s in together}
     assert batch.input_ids.shape[0] == len(prompts) == 4  # of 3 groups, one with 2 prompts
     answers = sum(len(s.trajectory.token_ids) - 1 for s in together)
-    tokens = int((batch.segments >= 0).sum())  # type: ignore[operator]
+    assert batch.shared is not None
+    tokens = int((batch.shared.segments >= 0).sum())
     assert tokens == answers + sum(len(prompt) // 4 for _, prompt in prompts)
 
 

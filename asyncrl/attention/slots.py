@@ -16,6 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from asyncrl.attention import shared_rows
+
 NAME = "asyncrl_slots"
 
 
@@ -50,5 +52,6 @@ def use_slot_attention(model: Any) -> None:
     ALL_ATTENTION_FUNCTIONS.register(NAME, slot_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
     # Without this flag a model's attention layers may not go through the registry.
-    if model.config._attn_implementation == "sdpa" and getattr(model, "_supports_attention_backend", False):
+    ours = ("sdpa", shared_rows.NAME)  # which is that of a copy of the learner's model
+    if model.config._attn_implementation in ours and getattr(model, "_supports_attention_backend", False):
         model.set_attn_implementation(NAME)

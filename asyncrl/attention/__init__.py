@@ -1,0 +1,1 @@
+"""Attention of our own, registered beside the implementations of transformers."""
