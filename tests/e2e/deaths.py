@@ -22,11 +22,18 @@ LOOK_EVERY_S = 0.05
 
 @contextmanager
 def run_to_strike(
-    folder: Path, *overrides: str, name: str, first_steps: int = 3, more_steps: int, gone_within_s: float
+    folder: Path,
+    *overrides: str,
+    name: str,
+    first_steps: int = 3,
+    more_steps: int,
+    gone_within_s: float,
+    killed: bool = False,
 ) -> Iterator[Run]:
     """A run without end of two replicas, handed over after some steps for its generators to be struck.
 
     It has to go on after that, to stop when asked to, and to blame no prompt for what was done to it.
+    ``killed``: it is not asked, and has to take all of its processes with it all the same.
     """
     endless = ("run.steps=100000", "generators.replicas=2", "data.eval=null", "eval.every=0")
     run = start(folder, *endless, *overrides, name=name)
@@ -36,13 +43,14 @@ def run_to_strike(
         yield run
         lines = len(run.metrics)
         wait_until(run, f"{more_steps} more steps", 60, lambda: len(run.metrics) >= lines + more_steps)
-        run.interrupt(signal.SIGINT)
-        assert run.wait(60) == 130, run.text
+        run.interrupt(signal.SIGKILL if killed else signal.SIGINT)
+        assert run.wait(60) == (-signal.SIGKILL if killed else 130), run.text
         run.assert_nothing_left(within_s=gone_within_s)
     finally:
         for process in run.processes():
             process.kill()
-    assert_sound(run, max_staleness=2, capacity=4)
+    if not killed:
+        assert_sound(run, max_staleness=2, capacity=4)
     assert run.metrics[-1]["ledger/failed"] == 0, "a prompt was blamed for a death that we caused"
 
 

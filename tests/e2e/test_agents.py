@@ -9,6 +9,8 @@ from asyncrl.models.tokenizer import character_tokenizer
 from .runs import assert_sound, finish
 from .test_environments import TWO_TURNS, trained_groups
 
+STEPS = 21
+"""So many pushes, each beside calls of agents: none of these may fail."""
 AGENT = '''
 import itertools
 from openai import OpenAI
@@ -46,16 +48,18 @@ def test_an_agents_calls_are_trained_token_by_token(tmp_path: Path) -> None:
         "reward.on_error=drop",
         "rollout.min_group=2",
         "data.eval=null",
+        f"run.steps={STEPS}",
         config=config,
         name="agents",
     )
     assert_sound(run, max_staleness=2, capacity=4)
     last = run.metrics[-1]
-    assert (last["policy_version"], last["ledger/trained"]) == (3, 6)
+    assert (last["policy_version"], last["ledger/trained"]) == (STEPS, 2 * STEPS)
+    assert last["ledger/failed"] == 0
     tokenizer = character_tokenizer(256)
     answers = [t for group in trained_groups(run.folder) for t in group.trajectories]
     samples = {(group.ordinal, t.sample) for group in trained_groups(run.folder) for t in group.trajectories}
-    assert len(samples) == 3 * 2 * 4 - 2, "the two that failed"
+    assert len(samples) == STEPS * 2 * 4 - 2, "the two that failed"
     foreign = [str(tokenizer.decode(t.token_ids[~t.loss_mask])) for t in answers]
     assert set(foreign) == {" and?", ""}
     for answer, between in zip(answers, foreign, strict=True):

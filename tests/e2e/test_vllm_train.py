@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from asyncrl.queues.codec import decode_group, read_records
 
 from .deaths import generators, kill, run_to_strike, strike
-from .runs import assert_sound, finish, start
+from .runs import assert_sound, finish
 from .vllm_models import require_vllm
 
 require_vllm()
@@ -64,18 +63,12 @@ def test_three_steps_with_overlap_evaluation_and_a_stop_string(folder: Path) -> 
     assert versions <= {0, 1, 2}
 
 
-def test_a_killed_controller_takes_vllm_with_it(folder: Path) -> None:
-    run = start(folder, *VLLM, "run.steps=100000", name="vllm-killed")
-    run.wait_for_steps(1)
-    commands = [" ".join(process.cmdline()) + process.name() for process in run.processes()]
-    assert any("EngineCore" in command for command in commands), commands
-    run.interrupt(signal.SIGKILL)
-    run.wait(10)
-    run.assert_nothing_left(within_s=30)
-
-
-def test_a_killed_replica_is_noticed_and_back_at_the_live_version(folder: Path) -> None:
+def test_a_killed_replica_comes_back_at_the_live_version_and_a_killed_controller_takes_all_with_it(
+    folder: Path,
+) -> None:
     with run_to_strike(
-        folder, *VLLM, name="vllm-deaths", first_steps=2, more_steps=2, gone_within_s=30
+        folder, *VLLM, name="vllm-deaths", first_steps=2, more_steps=2, gone_within_s=30, killed=True
     ) as run:
         strike(run, generators(run)[:1], kill, expected=1)
+        commands = [" ".join(process.cmdline()) + process.name() for process in run.processes()]
+        assert sum("EngineCore" in command for command in commands) == 2, commands
