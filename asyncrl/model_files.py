@@ -28,6 +28,33 @@ _VOLATILE = ("_name_or_path", "transformers_version")
 """What config.json says of who wrote it."""
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SAMPLE_BYTES = 1 << 20
+_PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Classes that add nothing to tokenizer.json: two names of one."""
+
+
+def load_tokenizer(place: Path | str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """That of a folder, or of a name on the hub, as ``AutoTokenizer`` loads it; raises what that raises.
+
+    Its import takes all of PyTorch, and seconds. A folder whose tokenizer is wholly in tokenizer.json, as that
+    of ``model.create`` is, does without.
+    """
+    if isinstance(place, Path) and (place / "tokenizer.json").is_file() and _is_plain(place):
+        from transformers import PreTrainedTokenizerFast
+
+        plain: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(str(place))
+        return plain
+    from transformers import AutoTokenizer
+
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        str(place), trust_remote_code=trust_remote_code
+    )
+    return found
+
+
+def _is_plain(folder: Path) -> bool:
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return settings.get("tokenizer_class") in _PLAIN_TOKENIZERS and "auto_map" not in settings
 
 
 class ModelFiles:
@@ -56,13 +83,8 @@ class ModelFiles:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Raises ConfigError if there is none."""
-        from transformers import AutoTokenizer
-
-        place = self.path if self._local is None else str(self._local)
         try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                place, trust_remote_code=self._trusts_code
-            )
+            tokenizer = load_tokenizer(self._local or self.path, trust_remote_code=self._trusts_code)
         except Exception as error:
             # The library raises whatever its parsers do.
             raise ConfigError(

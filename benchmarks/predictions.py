@@ -1,15 +1,17 @@
 """What the simulator says of configs that it was not calibrated on, and what they come to for real.
 
-    python benchmarks/predictions.py [--steps 30] [--repeats 2] [--out docs/predictions.json]
+    python benchmarks/predictions.py [--steps 30] [--rounds 3] [--out docs/predictions.json]
     python benchmarks/predictions.py --report            the page, of what there is
 
-All costs come from one synchronous run of configs/bench-cpu.yaml, measured as ``asyncrl tune`` does. Each
-target differs from it in several of task, lengths, batch, slots and schedule, and runs for real, synchronous
-and as it stands, in turn. Of a target the simulation gets its config and the lengths of its prompts and
-answers (those of its synchronous run): how long they are is the workload, how long they take is predicted.
+In each round all costs come from one synchronous run of configs/bench-cpu.yaml, measured as ``asyncrl tune``
+does, and right after it each target runs for real, synchronous and as it stands: what the machine does in
+the long run meets both the prediction and what it is compared with. Each target differs from the calibration
+in several of task, lengths, batch, slots and schedule. Of a target the simulation gets its config and the
+lengths of its prompts and answers (those of its synchronous run): how long they are is the workload, how
+long they take is predicted.
 
-Writes the figures and, beside them, a page. What is in the file with the same settings is not measured again.
-All of it takes about 12 minutes on 2 quiet CPU cores.
+Writes the figures and, beside them, a page. Started again, it makes the rounds that are missing. A round
+takes about 8 minutes on 2 quiet CPU cores.
 """
 
 from __future__ import annotations
@@ -77,12 +79,12 @@ def calibrate() -> Costs:
     return measure_costs(read_run(folder / "calibration"))
 
 
-def compare(config: Config, costs: Costs, steps: int, repeats: int) -> dict[str, Any]:
-    """One target by mode: the figures of each real run, and the simulation's."""
+def compare(config: Config, costs: Costs, steps: int) -> dict[str, Any]:
+    """One target by mode: the figures of a real run, and the simulation's."""
     folder = claim_folder(config, "prediction")
     window = Window(WARM_UP, steps, config.schedule.pipeline_depth + 1)
     variants = {mode: (*overrides_of(mode, config), "log.trace_mb=64") for mode in MODES}
-    real = measure_variants(config, variants, window, repeats=repeats, folder=folder, config_name="target")
+    real = measure_variants(config, variants, window, repeats=1, folder=folder, config_name="target")
     own = measure_costs(read_run(folder / "sync-0"))
     laboratory = Laboratory(config, replace(costs, lengths=own.lengths, prompt_tokens=own.prompt_tokens))
     slots = config.generators.slots
@@ -91,7 +93,8 @@ def compare(config: Config, costs: Costs, steps: int, repeats: int) -> dict[str,
     for mode, candidate in candidates.items():
         simulation = with_lengths(laboratory.simulation(candidate, window.total), own.lengths)
         simulated = measure(simulate(simulation).lines, window)
-        found[mode] = {"real": [shown(run) for run in real[mode]], "simulated": shown(simulated)}
+        (measured,) = real[mode]
+        found[mode] = {"real": shown(measured), "simulated": shown(simulated)}
     return found
 
 
@@ -110,39 +113,48 @@ def shown(figures: Figures) -> dict[str, float]:
 # ---------------------------------------------------------------- page
 
 
-def median(mode: dict[str, Any], figure: str) -> float:
-    return statistics.median(run[figure] for run in mode["real"])
+def column(rounds: Sequence[dict[str, Any]], name: str, mode: str, kind: str, figure: str) -> list[float]:
+    """One figure of each round."""
+    return [float(found[name][mode][kind][figure]) for found in rounds]
 
 
-def error(mode: dict[str, Any]) -> float:
-    """Of the simulated speed, as a share of the measured one."""
-    return float(mode["simulated"]["tokens_per_s"] / median(mode, "tokens_per_s") - 1)
+def errors(rounds: Sequence[dict[str, Any]], name: str, mode: str) -> list[float]:
+    """Of the simulated speed in each round, as a share of the measured one."""
+    simulated, real = (column(rounds, name, mode, kind, "tokens_per_s") for kind in ("simulated", "real"))
+    return [predicted / measured - 1 for predicted, measured in zip(simulated, real, strict=True)]
 
 
 def page(document: dict[str, Any]) -> str:
+    rounds, machine = document["rounds"], document["machine"]
     lines = [
         "# Simulated and measured",
         "",
         "What `asyncrl tune` and `asyncrl simulate` predict of configs that they were not calibrated on, by",
-        "`benchmarks/predictions.py`. All costs are of one synchronous run of `configs/bench-cpu.yaml`; of",
-        "each target the simulation knows the config, and how long prompts and answers of its synchronous",
-        "run are.",
+        "`benchmarks/predictions.py`. All costs are of one synchronous run of `configs/bench-cpu.yaml`, made",
+        "anew for each round, right before the real runs that it is compared with; of each target the",
+        "simulation knows the config, and how long prompts and answers of its synchronous run are.",
         "",
-        f"Machine: {document['machine']['processor']}, {document['machine']['cores']} cores. "
-        f"{document['steps']} steps, median of {document['repeats']} runs of each, interleaved.",
+        f"Machine: {machine['processor']}, {machine['cores']} cores. {document['steps']} steps, "
+        f"{len(rounds)} rounds; medians, each round's own value behind them.",
         "",
-        "| target | mode | tokens/s simulated | measured (each run) | error | mean lag simulated | measured "
-        "|",
+        "| target | mode | tokens/s simulated | measured | error | mean lag simulated | measured |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, modes in document["targets"].items():
-        for mode, found in modes.items():
-            each = ", ".join(f"{run['tokens_per_s']:,.0f}" for run in found["real"])
-            lines.append(
-                f"| {name} | {mode} | {found['simulated']['tokens_per_s']:,.0f} "
-                f"| {median(found, 'tokens_per_s'):,.0f} ({each}) | {error(found):+.1%} "
-                f"| {found['simulated']['lag_mean']:.2f} | {median(found, 'lag_mean'):.2f} |"
-            )
+    for name in TARGETS:
+        for mode in MODES:
+            of_each = errors(rounds, name, mode)
+            cells = [name, mode]
+            for kind in ("simulated", "real"):
+                rates = column(rounds, name, mode, kind, "tokens_per_s")
+                each = ", ".join(f"{rate:,.0f}" for rate in rates)
+                cells.append(f"{statistics.median(rates):,.0f} ({each})")
+            each = ", ".join(f"{error:+.1%}" for error in of_each)
+            cells.append(f"{statistics.median(of_each):+.1%} ({each})")
+            cells += [
+                f"{statistics.median(column(rounds, name, mode, kind, 'lag_mean')):.2f}"
+                for kind in ("simulated", "real")
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -154,34 +166,31 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=30, help="steps in the window (default 30)")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each mode (default 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often all is measured (default 3)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "predictions.json")
     parser.add_argument("--report", action="store_true", help="only write the page again")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    settings = {"steps": args.steps, "repeats": args.repeats}
     document = json.loads(args.out.read_text()) if args.out.exists() else {}
     if not args.report:
-        if any(document.get(name) != value for name, value in settings.items()):
-            document = {**settings, "machine": describe_machine(), "targets": {}}
-        measure_all(document, args.out)
+        if document.get("steps") != args.steps:
+            document = {"steps": args.steps, "machine": describe_machine(), "rounds": []}
+        while len(document["rounds"]) < args.rounds:
+            document["rounds"].append(measure_round(args.steps))
+            args.out.write_text(json.dumps(document, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(page(document))
 
 
-def measure_all(document: dict[str, Any], out: Path) -> None:
-    """Measure what ``document`` lacks, and write it after each target."""
-    missing: Sequence[str] = [name for name in TARGETS if name not in document["targets"]]
-    if not missing:
-        return
+def measure_round(steps: int) -> dict[str, Any]:
     costs = calibrate()
-    for name in missing:
-        file, overrides = TARGETS[name]
+    found: dict[str, Any] = {}
+    for name, (file, overrides) in TARGETS.items():
         config = load_config(ROOT / "configs" / f"{file}.yaml", overrides)
-        found = compare(config, costs, document["steps"], document["repeats"])
-        document["targets"][name] = found
-        out.write_text(json.dumps(document, indent=1) + "\n")
-        for mode, figures in found.items():
-            log.info("%s, %s: simulated speed is off by %+.1f %%", name, mode, 100 * error(figures))
+        found[name] = compare(config, costs, steps)
+        for mode in MODES:
+            (error,) = errors([found], name, mode)
+            log.info("%s, %s: simulated speed is off by %+.1f %%", name, mode, 100 * error)
+    return found
 
 
 if __name__ == "__main__":

@@ -189,7 +189,8 @@ class Supervision:
 
     def _left(self) -> int:
         """Replicas that are there, those included that start or are to be restarted."""
-        return sum(not self._is_lost(member) for member in self._roster.members)
+        dead = self._roster.in_state("dead")  # looked up, not counted: it is asked at every change
+        return len(self._roster.members) - sum(map(self._is_lost, dead))
 
     def is_hopeless(self) -> bool:
         """No replica is left, and none comes."""
