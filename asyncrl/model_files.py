@@ -30,13 +30,15 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 _SAMPLE_BYTES = 1 << 20
 _PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Classes that add nothing to tokenizer.json: two names of one."""
+_CREATED = "llama"
+"""What ``model.create`` makes. For some other kinds the library takes a class that is not the one named."""
 
 
 def load_tokenizer(place: Path | str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """That of a folder, or of a name on the hub, as ``AutoTokenizer`` loads it; raises what that raises.
 
-    Its import takes all of PyTorch, and seconds. A folder whose tokenizer is wholly in tokenizer.json, as that
-    of ``model.create`` is, does without.
+    Its import takes all of PyTorch, and seconds. A folder whose tokenizer is wholly in tokenizer.json, as
+    that of ``model.create`` is, does without.
     """
     if isinstance(place, Path) and (place / "tokenizer.json").is_file() and _is_plain(place):
         from transformers import PreTrainedTokenizerFast
@@ -52,9 +54,12 @@ def load_tokenizer(place: Path | str, *, trust_remote_code: bool) -> PreTrainedT
 
 
 def _is_plain(folder: Path) -> bool:
-    file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return settings.get("tokenizer_class") in _PLAIN_TOKENIZERS and "auto_map" not in settings
+    tokenizer, model = (
+        json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        for file in (folder / "tokenizer_config.json", folder / "config.json")
+    )
+    plain = tokenizer.get("tokenizer_class") in _PLAIN_TOKENIZERS and "auto_map" not in tokenizer
+    return plain and model.get("model_type") == _CREATED
 
 
 class ModelFiles:

@@ -156,8 +156,10 @@ def send(number: signal.Signals, victims: Victims) -> Strike:
         if not (found := victims(run)):
             return None
         victim = chance.choice(found)
-        victim.send_signal(number)
-        return f"process {victim.pid}"
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.send_signal(number)
+            return f"process {victim.pid}"
+        return None
 
     return strike
 
@@ -188,8 +190,10 @@ def run_out_of_memory(run: Run, chance: random.Random) -> str | None:
     if not (found := run.processes("GeneratorActor")):
         return None
     victim = chance.choice(found)
-    victim.rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))
-    return f"process {victim.pid}"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        victim.rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))
+        return f"process {victim.pid}"
+    return None
 
 
 FAULTS: dict[str, Strike] = {

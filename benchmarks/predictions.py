@@ -172,6 +172,8 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     document = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if args.report and "rounds" not in document:
+        raise SystemExit(f"found no rounds in {args.out}: run without --report first")
     if not args.report:
         if document.get("steps") != args.steps:
             document = {"steps": args.steps, "machine": describe_machine(), "rounds": []}

@@ -24,6 +24,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCan
 from asyncrl.config import Config
 from asyncrl.errors import GeneratorError
 from asyncrl.generators.base import Asleep, GeneratorStatistics, KVAfterSwap
+from asyncrl.out_of_memory import is_out_of_memory
 from asyncrl.placement import pin_process
 from asyncrl.processes import Whereabouts, kill_actor, process_at, whereabouts
 from asyncrl.rollout import GroupRequest, RolloutHost
@@ -283,7 +284,7 @@ class RayReplica:
         except TaskCancelledError as error:
             raise GeneratorError(f"{self.name} cancelled a call that nobody gave up") from error
         except RayTaskError as error:
-            cause = error.as_instanceof_cause()
-            if isinstance(cause, MemoryError):
-                raise GeneratorError(f"{self.name} is out of memory: {error}") from error
-            raise cause from None
+            if isinstance(error.cause, BaseException) and is_out_of_memory(error.cause):
+                why = f"{type(error.cause).__name__}: {error.cause}"
+                raise GeneratorError(f"{self.name} is out of memory: {why}") from error
+            raise error.as_instanceof_cause() from None

@@ -79,6 +79,7 @@ class TorchEngine:
         self._batch: ContinuousBatch | None = None
         self._thread: DecodeThread | None = None
         self._vocab_size = 0
+        self._closed = False
         self._pending: dict[str, tuple[Admission, asyncio.Future[Completion]]] = {}
         self._submitted_tokens = 0
 
@@ -101,6 +102,7 @@ class TorchEngine:
         if self._thread is not None:
             raise GeneratorError("start() of an engine that was started before")
         batch, runner, weights = await asyncio.to_thread(self._load)
+        self._refuse_if_closed()
         self._batch, self._runner, self._weights = batch, runner, weights
         self._thread = DecodeThread(
             asyncio.get_running_loop(),
@@ -324,12 +326,18 @@ class TorchEngine:
 
     async def close(self) -> None:
         """End the decode thread; requests that still run fail with GeneratorError."""
+        self._closed = True
         if self._thread is not None:
             await self._thread.end()
         self._fail_all("the engine was closed")
 
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise GeneratorError("the engine was closed")
+
     def _running(self) -> DecodeThread:
         """The thread. Raises GeneratorError where there is none yet, or none any more."""
+        self._refuse_if_closed()
         if self._thread is None:
             raise GeneratorError("the engine was not started: await start() first")
         self._thread.refuse_if_ended()

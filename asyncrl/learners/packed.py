@@ -7,15 +7,18 @@ model that has no use for positions: its answers would leak into each other, and
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.attention.shared_rows import SharedRows
+from asyncrl.attention.shared_rows import SharedRows, use_masks
 from asyncrl.errors import ConfigError
 from asyncrl.learners.policy import selected_logits
+
+log = logging.getLogger(__name__)
 
 LENGTHS = (11, 17)
 """Of the two sequences that are run together and apart, in tokens."""
@@ -86,13 +89,32 @@ def require_exact_sharing(model: Any, dtype: str, device: torch.device) -> None:
             "answers can share: set learner.shared_prompts to false"
         )
     try:
-        apart, leak = sharing_differences(model, int(config.vocab_size), device)
+        apart, leak = _sharing_unfolded_or_masked(model, int(config.vocab_size), dtype, device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"learner.shared_prompts: found true with {name}, which does not take position_ids and an "
             f"attention_mask: {error}; expected a model of attention layers, or learner.shared_prompts false"
         ) from error
     _require_small("learner.shared_prompts", f"{name}, whose log-probs of an answer", apart, leak, dtype)
+
+
+def _sharing_unfolded_or_masked(
+    model: Any, vocabulary: int, dtype: str, device: torch.device
+) -> tuple[float, float]:
+    """``sharing_differences``, with masks where those are what the model needs."""
+    module = getattr(model, "module", model)
+    try:
+        apart, leak = sharing_differences(model, vocabulary, device)
+        if apart <= TOLERANCE[dtype] and leak <= LEAK:
+            return apart, leak
+    except (TypeError, ValueError):
+        if not use_masks(module):
+            raise
+    else:
+        if not use_masks(module):
+            return apart, leak
+    log.info("%s takes shared prompts with a mask over each row", type(module).__name__)
+    return sharing_differences(model, vocabulary, device)
 
 
 def _require_small(key: str, whose: str, apart: float, leak: float, dtype: str) -> None:

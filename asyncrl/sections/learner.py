@@ -81,8 +81,8 @@ class LearnerSection(EngineSection):
     whose layers carry a state from token to token, or do not look at positions, cannot."""
     shared_prompts: bool = False
     """The prompt of a group is computed once, in one row with its answers, each attending to the prompt and
-    itself. Saves most of the work where prompts are longer than answers; attention alone is computed as if
-    each answer had a prompt of its own. Checked at the start as packing is."""
+    itself. Saves most of the work where prompts are longer than answers. Checked at the start as packing
+    is."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     """The learner's implementation; auto: the model's own choice. With ``packing`` and flash_attention_2 (a
     GPU, bfloat16, and the package flash-attn) a micro-batch is a single row."""

@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -133,9 +133,11 @@ def stand_still(run: Run, seconds: float) -> None:
     before, lines = deaths(run), len(run.metrics)
     stopped = run.processes()
     for process in stopped:
-        process.suspend()
+        with suppress(psutil.NoSuchProcess):
+            process.suspend()
     time.sleep(seconds)
     for process in stopped:
-        process.resume()
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
     wait_until(run, "two more steps", 60, lambda: len(run.metrics) >= lines + 2)
     assert deaths(run) == before, run.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,13 @@ from asyncrl.model_files import load_tokenizer
 from asyncrl.models.tokenizer import character_tokenizer
 
 
+def save(folder: Path, kind: str) -> None:
+    character_tokenizer(64).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+
+
 def test_a_plain_tokenizer_is_the_same_and_is_loaded_without_torch(tmp_path: Path) -> None:
-    character_tokenizer(64).save_pretrained(tmp_path)
+    save(tmp_path, "llama")
     script = (
         "import sys; from pathlib import Path; from asyncrl.model_files import load_tokenizer; "
         "load_tokenizer(Path(sys.argv[1]), trust_remote_code=False); assert 'torch' not in sys.modules"
@@ -28,8 +34,6 @@ def test_a_plain_tokenizer_is_the_same_and_is_loaded_without_torch(tmp_path: Pat
 
 
 def test_any_other_is_that_of_the_library(tmp_path: Path) -> None:
-    character_tokenizer(64).save_pretrained(tmp_path)
-    file = tmp_path / "tokenizer_config.json"
-    file.write_text(file.read_text().replace("TokenizersBackend", "GPT2Tokenizer"))
+    save(tmp_path, "qwen2")
     ours = load_tokenizer(tmp_path, trust_remote_code=False)
     assert type(ours) is type(AutoTokenizer.from_pretrained(tmp_path))

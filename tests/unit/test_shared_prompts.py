@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algorithms.aggregation import StepCounts
 from asyncrl.attention import shared_rows
-from asyncrl.attention.shared_rows import use_shared_rows
+from asyncrl.attention.shared_rows import SharedRows, use_shared_rows
 from asyncrl.config import AlgorithmSection
 from asyncrl.config_load import parse_config
 from asyncrl.errors import ConfigError
@@ -87,6 +88,25 @@ def test_no_score_between_two_answers_is_computed() -> None:
         _, query, key, _, mask = call.args
         assert mask is None
         assert query.shape[2] == key.shape[2] == longest < batch.input_ids.shape[1]
+
+
+def rows_of(prompt: int, answers: int, length: int) -> SharedRows:
+    segments = np.repeat(np.arange(answers + 1), [prompt] + answers * [length])[None]
+    return SharedRows.of(segments, CPU)
+
+
+def test_many_short_answers_to_a_long_prompt_get_a_mask_and_no_copies_of_it() -> None:
+    assert rows_of(prompt=2_000, answers=32, length=20).unfold is None
+    assert rows_of(prompt=20, answers=8, length=200).unfold is not None
+    assert rows_of(prompt=100, answers=8, length=100).unfold is not None
+
+
+def test_layers_that_do_not_hand_on_what_they_are_called_with_take_masks() -> None:
+    model = tiny("nemotron", {})
+    use_shared_rows(model)
+    assert model.config._attn_implementation == shared_rows.NAME
+    require_exact_sharing(model, "float32", CPU)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_prompt_and_its_answers_are_one_row() -> None:
