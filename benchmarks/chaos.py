@@ -264,18 +264,20 @@ def verify(run: Run, config: Path, overrides: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def perform(run: Run, minutes: float, chance: random.Random, most_s: float) -> dict[str, Any]:
-    """All faults; by name, each with its seconds until the next step."""
+def perform(
+    run: Run, minutes: float, chance: random.Random, most_s: float, names: Sequence[str]
+) -> dict[str, Any]:
+    """Faults of ``names``, from the first steps on; each with its seconds until the next steps."""
     faults: list[dict[str, Any]] = []
     memory: list[dict[str, float]] = []
-    began = time.monotonic()
     run.start()
     recover(run)
-    while time.monotonic() - began < 60 * minutes:
+    began = time.monotonic()
+    while not faults or time.monotonic() - began < 60 * minutes:
         time.sleep(chance.uniform(1.0, most_s))
         if run.exit_code is not None:  # of the last fault, after the steps that were waited for
             recover(run)
-        name = chance.choice(list(FAULTS))
+        name = chance.choice(names)
         step = run.step()
         with contextlib.suppress(psutil.NoSuchProcess):
             rss = run.controller.memory_info().rss / 1e6
@@ -358,6 +360,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most-s", type=float, default=20.0, help="longest time between two faults")
+    parser.add_argument("--only", nargs="+", choices=tuple(FAULTS), default=tuple(FAULTS), metavar="FAULT")
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"))
     parser.add_argument("--page", type=Path, help="write what came of it here, as Markdown")
     parser.add_argument("overrides", nargs="*", metavar="KEY.SUB=VALUE")
@@ -369,7 +372,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     run = Run(asked.config, out, asked.overrides)
     try:
-        report = perform(run, asked.minutes, random.Random(asked.seed), asked.most_s)
+        report = perform(run, asked.minutes, random.Random(asked.seed), asked.most_s, asked.only)
         report |= {
             "machine": describe_machine(),
             "minutes": asked.minutes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -115,29 +114,6 @@ def test_a_run_leaves_its_files(folder: Path) -> None:
     assert all(len(group.trajectories) == 4 for group in groups)
     assert list((run.folder / "tb").glob("events.out.tfevents.*"))
     assert "eval reward after" in run.text
-
-
-def test_ctrl_c_ends_after_the_running_update_with_nothing_left(folder: Path) -> None:
-    run = start(folder, "run.steps=100000", name="interrupted")
-    run.wait_for_steps(2)
-    run.interrupt(signal.SIGINT)
-    assert run.wait(60) == 130, run.text
-    run.assert_nothing_left(within_s=15)
-    assert "SIGINT" in run.text
-    assert_sound(run, max_staleness=2, capacity=4)
-
-
-def test_a_killed_controller_takes_everything_with_it(folder: Path) -> None:
-    run = start(folder, "run.steps=100000", name="killed")
-    run.wait_for_steps(1)
-    assert len(run.processes()) > 4
-    slow = [p for p in run.processes() if "Agent" in " ".join(p.cmdline())]
-    assert slow, "Ray's agents are known to outlive it: a stopped one does for sure"
-    for agent in slow:
-        agent.suspend()
-    run.interrupt(signal.SIGKILL)
-    run.wait(10)
-    run.assert_nothing_left(within_s=30)
 
 
 def test_a_taken_run_name_is_refused(folder: Path) -> None:
