@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -146,6 +147,7 @@ class Trajectory:
             rewards=dict(self.rewards),
             environment_tokens=self.environment_tokens,
             row=self.row,
+            prompt=crc32(self.prompt_ids.tobytes()),
         )
 
 
@@ -163,6 +165,8 @@ class TrajectoryMeta:
     rewards: Mapping[str, float] = field(default_factory=dict)
     environment_tokens: int = 0
     row: int = 0
+    prompt: int = 0
+    """Equal for equal prompts: a hash of the tokens."""
 
     @property
     def sampled_tokens(self) -> int:

@@ -3,12 +3,12 @@
     python benchmarks/predictions.py [--steps 30] [--rounds 3] [--out docs/predictions.json]
     python benchmarks/predictions.py --report            the page, of what there is
 
-In each round all costs come from one synchronous run of configs/bench-cpu.yaml, measured as ``asyncrl tune``
-does, and right after it each target runs for real, synchronous and as it stands: what the machine does in
-the long run meets both the prediction and what it is compared with. Each target differs from the calibration
-in several of task, lengths, batch, slots and schedule. Of a target the simulation gets its config and the
-lengths of its prompts and answers (those of its synchronous run): how long they are is the workload, how
-long they take is predicted.
+In each round all costs come from a synchronous and an overlapped run of configs/bench-cpu.yaml, measured as
+``asyncrl tune`` does, and right after them each target runs for real, synchronous and as it stands: what the
+machine does in the long run meets both the prediction and what it is compared with. Each target differs from
+the calibration in several of task, lengths, batch, slots and schedule. Of a target the simulation gets its
+config and the lengths of its prompts and answers (those of its synchronous run): how long they are is the
+workload, how long they take is predicted.
 
 Writes the figures and, beside them, a page. Started again, it makes the rounds that are missing. A round
 takes about 8 minutes on 2 quiet CPU cores.
@@ -33,12 +33,12 @@ from asyncrl.config import Config
 from asyncrl.config_load import load_config
 from asyncrl.recorded import read_run
 from asyncrl.simulate.run import simulate
-from asyncrl.tune.costs import Costs, measure_costs
+from asyncrl.tune.costs import Costs, measure_costs, with_contention
 from asyncrl.tune.search import Candidate, Laboratory, current, with_lengths
 
 ROOT = Path(__file__).parent.parent
 CALIBRATION = ROOT / "configs" / "bench-cpu.yaml"
-CALIBRATION_STEPS = 30
+CALIBRATION_STEPS = 25
 WARM_UP = 5
 COUNTING = "data.train={{python: 'asyncrl.examples.counting:rows', args: {{count: 4000, sigma: {sigma}}}}}"
 CORES = ("generators.cpu_cores=[0]", "learner.cpu_cores=[1]")
@@ -72,11 +72,14 @@ log = logging.getLogger("predictions")
 
 
 def calibrate() -> Costs:
-    """The costs of one synchronous run of the calibration's config."""
+    """The costs of the calibration's config: a synchronous run, and one that shows what overlap costs."""
     folder = claim_folder(load_config(CALIBRATION), "calibration")
-    settings = [*QUIET, *MODES["sync"], f"run.steps={CALIBRATION_STEPS}", "log.trace_mb=64"]
-    train_once(CALIBRATION, folder, "calibration", settings)
-    return measure_costs(read_run(folder / "calibration"))
+    for mode in ("sync", "async"):
+        settings = [*QUIET, *MODES[mode], f"run.steps={CALIBRATION_STEPS}", "log.trace_mb=64"]
+        train_once(CALIBRATION, folder, mode, settings)
+    costs = with_contention(measure_costs(read_run(folder / "sync")), read_run(folder / "async"))
+    log.info("beside each other: update %.2f, token %.2f times", costs.update_beside, costs.token_beside)
+    return costs
 
 
 def compare(config: Config, costs: Costs, steps: int) -> dict[str, Any]:
@@ -130,9 +133,10 @@ def page(document: dict[str, Any]) -> str:
         "# Simulated and measured",
         "",
         "What `asyncrl tune` and `asyncrl simulate` predict of configs that they were not calibrated on, by",
-        "`benchmarks/predictions.py`. All costs are of one synchronous run of `configs/bench-cpu.yaml`, made",
-        "anew for each round, right before the real runs that it is compared with; of each target the",
-        "simulation knows the config, and how long prompts and answers of its synchronous run are.",
+        "`benchmarks/predictions.py`. All costs are of one synchronous and one overlapped run of",
+        "`configs/bench-cpu.yaml`, made anew for each round, right before the real runs that they are",
+        "compared with; of each target the simulation knows the config, and how long prompts and answers of",
+        "its synchronous run are.",
         "",
         f"Machine: {machine['processor']}, {machine['cores']} cores. {document['steps']} steps, "
         f"{len(rounds)} rounds; medians, each round's own value behind them.",

@@ -150,6 +150,7 @@ class ScriptedGenerator:
         self._admitted = 0
         self._timer: asyncio.TimerHandle | None = None
         self._clock: _Clock | None = None
+        self._slowed = 1.0
         self._holds = 0
         """Reasons to stand still: pause() and swaps under way."""
         self._paused = False
@@ -174,6 +175,19 @@ class ScriptedGenerator:
     @property
     def live_version(self) -> int:
         return self._versions[-1]
+
+    @property
+    def is_sampling(self) -> bool:
+        return bool(self._running) and not self._holds and self._broken is None
+
+    def slow_down(self, times: float) -> None:
+        """From now on every token takes so many times as long."""
+        if self._clock is None or self._broken is not None:
+            self._slowed = times
+            return
+        self._advance()
+        self._slowed = times
+        self._reschedule()
 
     async def start(self) -> None:
         await asyncio.sleep(self.start_s)
@@ -410,7 +424,9 @@ class ScriptedGenerator:
     def _rate(self) -> float:
         """Work a second, now."""
         running = len(self._running)
-        return 0.0 if self._holds or not running else 1.0 / (self.token_s * self.slowdown(running))
+        if self._holds or not running:
+            return 0.0
+        return 1.0 / (self.token_s * self.slowdown(running) * self._slowed)
 
     def _advance(self) -> _Clock:
         """Bring the clock up to now. Call before anything that changes the rate."""

@@ -193,18 +193,17 @@ def pack_prompts(
 ) -> MicroBatches:
     """A row for each prompt and its answers, the longest rows first; indices into all trajectories.
 
-    Prompts of a group are the same where they are equally long, as far as their lengths tell. Where the
-    answers to one do not fit into ``micro_batch_tokens`` together, it is computed once more. Trajectories
-    without a trained token are left out. Raises ConfigError as ``pack_rows``.
+    Where the answers to one do not fit into ``micro_batch_tokens`` together, it is computed once more.
+    Trajectories without a trained token are left out. Raises ConfigError as ``pack_rows``.
     """
     rows: list[tuple[int, tuple[int, ...]]] = []  # (tokens, members)
     first = 0
     for group in groups:
-        by_prompt: dict[int, list[int]] = {}
+        by_prompt: dict[tuple[int, int], list[int]] = {}
         for i, t in enumerate(group):
             if t.loss_tokens:
-                by_prompt.setdefault(t.prompt_tokens, []).append(i)
-        for prompt, members in by_prompt.items():
+                by_prompt.setdefault((t.prompt_tokens, t.prompt), []).append(i)
+        for (prompt, _), members in by_prompt.items():
             row: list[int] = []
             tokens = 0
             for i in members:

@@ -52,7 +52,8 @@ class ScriptedLearner:
 
     ``bad_steps`` and ``dies_at`` name calls of ``step``, counted from 0 with skipped ones included;
     ``failed_pushes`` names calls of ``push``, which raise WeightSyncError when their time is over.
-    ``computed`` says how many tokens a step computes, for its metrics.
+    ``computed`` says how many tokens a step computes, for its metrics; ``stepping`` hears when an update
+    begins (True) and when it is over.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ScriptedLearner:
         max_staleness: int,
         step_s: StepSeconds = 0.0,
         computed: Callable[[Batch], int] | None = None,
+        stepping: Callable[[bool], None] = lambda begins: None,
         push_s: PushSeconds = 0.0,
         copy_s: float = 0.0,
         score_s: float = 0.0,
@@ -86,6 +88,7 @@ class ScriptedLearner:
         self._max_staleness = max_staleness
         self._step_s = step_s
         self._computed = computed
+        self._tell = stepping
         self._push_s = push_s
         self._copy_s = copy_s
         self._score_s = score_s
@@ -131,10 +134,12 @@ class ScriptedLearner:
         duration = self._step_s(batch) if callable(self._step_s) else self._step_s
         begun = asyncio.get_running_loop().time()
         self._stepping = True
+        self._tell(True)
         try:
             await asyncio.sleep(duration)
         finally:
             self._stepping = False
+            self._tell(False)
         if attempt == self._dies_at:
             self._go_down(f"died in step call {attempt}, as scripted")
             self._check_up()

@@ -23,7 +23,12 @@ from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.rollout import RolloutHost, Score
 from asyncrl.simulate.draws import uniform
 from asyncrl.simulate.lengths import LengthOf
-from asyncrl.simulate.workload import GenerationSection, RewardsSection, SimulationConfig
+from asyncrl.simulate.workload import (
+    ContentionSection,
+    GenerationSection,
+    RewardsSection,
+    SimulationConfig,
+)
 from asyncrl.types import Batch, GenerationRequest, Group, Task
 from asyncrl.waiting import now
 
@@ -117,14 +122,36 @@ def batch_tokens(batch: Batch) -> int:
     return sum(t.prompt_tokens + t.response_tokens for t in trajectories)
 
 
-def make_learner(config: SimulationConfig) -> ScriptedLearner:
+class Contention:
+    """What learner and engines cost each other where both are at work."""
+
+    def __init__(self, section: ContentionSection) -> None:
+        self._section = section
+        self._engines: list[ScriptedGenerator] = []
+
+    def add(self, engine: ScriptedGenerator) -> None:
+        if self._section.update > 1 or self._section.token > 1:  # else nobody has to be told anything
+            self._engines.append(engine)
+
+    def of_update(self) -> float:
+        """How many times as long an update takes that begins now."""
+        return self._section.update if any(engine.is_sampling for engine in self._engines) else 1.0
+
+    def updating(self, begins: bool) -> None:
+        """An update begins, or is over."""
+        for engine in self._engines:
+            engine.slow_down(self._section.token if begins else 1.0)
+
+
+def make_learner(config: SimulationConfig, contention: Contention) -> ScriptedLearner:
     """The learner of the workload; it keeps no batch."""
     push, costs = config.workload.push, config.workload.learner
     token_s = costs.token_s * (costs.ranks or config.learner.ranks) / config.learner.ranks
     tokens = computed_tokens(config) if costs.padded else batch_tokens
     return ScriptedLearner(
         max_staleness=config.schedule.max_staleness,
-        step_s=lambda batch: costs.step_s + token_s * tokens(batch),
+        step_s=lambda batch: (costs.step_s + token_s * tokens(batch)) * contention.of_update(),
+        stepping=contention.updating,
         computed=tokens if costs.padded else None,
         push_s=push.send_s,
         copy_s=push.copy_s,
@@ -136,11 +163,14 @@ def make_learner(config: SimulationConfig) -> ScriptedLearner:
 class ReplicaMaker:
     """Makes replicas, those that take a dead one's place included. Needs a running loop."""
 
-    def __init__(self, config: SimulationConfig, tasks: SimulatedTasks, length_of: LengthOf) -> None:
+    def __init__(
+        self, config: SimulationConfig, tasks: SimulatedTasks, length_of: LengthOf, contention: Contention
+    ) -> None:
         workload = config.workload
         self._config = config
         self._tasks = tasks
         self._length_of = length_of
+        self._contention = contention
         self._made = 0
         self._shared = config.placement.mode == "colocated"
         pace = [token_seconds(workload.generation.token_s, n) for n in range(config.generators.slots + 1)]
@@ -165,6 +195,7 @@ class ReplicaMaker:
             sleep_s=workload.turns.sleep_s,
             wake_s=workload.turns.wake_s,
         )
+        self._contention.add(engine)
         self._made += 1
         mean_life_s = workload.failures.mean_life_s
         if mean_life_s is not None:

@@ -24,7 +24,7 @@ from asyncrl.pushes import Publisher
 from asyncrl.run_folder import RunFolder
 from asyncrl.simulate.clock import run_virtual
 from asyncrl.simulate.lengths import make_lengths
-from asyncrl.simulate.parts import ReplicaMaker, SimulatedTasks, make_learner
+from asyncrl.simulate.parts import Contention, ReplicaMaker, SimulatedTasks, make_learner
 from asyncrl.simulate.workload import SimulationConfig
 from asyncrl.timeline import Timeline
 from asyncrl.turns import ColocatedTurns, NoTurns, Turns
@@ -100,8 +100,9 @@ async def run_simulated(config: SimulationConfig, observer: Observer, timeline: 
     workload = config.workload
     lengths = make_lengths(workload.lengths, config.rollout.group_size)
     tasks = SimulatedTasks(workload.generation.prompt_tokens)
-    maker = ReplicaMaker(config, tasks, lengths)
-    learner = make_learner(config)
+    contention = Contention(workload.contention)
+    maker = ReplicaMaker(config, tasks, lengths, contention)
+    learner = make_learner(config, contention)
     pool, publisher, turns = _sides(config, maker, learner, timeline)
     evaluator = Evaluator(pool, (), config)
     controller = Controller(

@@ -119,6 +119,15 @@ class PushSection(Section):
     """Standstill of the learner with ``weight_sync.overlap``."""
 
 
+class ContentionSection(Section):
+    """What each side costs the other, where they share cores or memory bandwidth."""
+
+    update: Annotated[float, Field(ge=1.0)] = 1.0
+    """An update takes so many times as long where it begins beside generators that sample."""
+    token: Annotated[float, Field(ge=1.0)] = 1.0
+    """A token takes so many times as long while an update goes on."""
+
+
 class TurnsSection(Section):
     """How long it takes until the other side has the devices, with ``placement.mode: colocated``."""
 
@@ -159,6 +168,8 @@ class WorkloadSection(Section):
     """How long updates take."""
     push: PushSection = PushSection()
     """How long pushes take."""
+    contention: ContentionSection = ContentionSection()
+    """How much the sides slow each other down."""
     turns: TurnsSection = TurnsSection()
     """How long turns take to change hands."""
     reward: RewardsSection = RewardsSection()

@@ -20,7 +20,7 @@ from asyncrl.config import Config
 from asyncrl.config_load import dump_config
 from asyncrl.errors import ConfigError
 from asyncrl.recorded import RecordedRun, read_run
-from asyncrl.tune.costs import Costs, measure_costs
+from asyncrl.tune.costs import Costs, measure_costs, with_contention
 from asyncrl.tune.prediction import Prediction, predict_itself
 from asyncrl.tune.search import (
     DEPTHS,
@@ -38,6 +38,13 @@ from asyncrl.tune.search import (
 log = logging.getLogger(__name__)
 
 _CALIBRATION_STEPS = 15
+_PIPELINE = {
+    "schedule.pipeline_depth": 2,
+    "schedule.max_staleness": 4,
+    "schedule.publish_every": 1,
+    "schedule.at_bound": "wait",
+}
+"""Of the run that shows what the sides cost each other: both are busy nearly all the time."""
 _FRONT = 8
 """Candidates of the Pareto front that are simulated with every seed."""
 
@@ -84,8 +91,18 @@ def run_tune(
             "placement.mode: found colocated; expected split: tune compares it with colocated by itself"
         )
     try:
-        run = read_run(from_run) if from_run is not None else _calibrate(config)
-        advice = advise(config, run, measure_costs(run))
+        if from_run is not None:
+            run = read_run(from_run)
+            costs = measure_costs(run)
+        else:
+            run, overlapped = _calibrate(config)
+            costs = with_contention(measure_costs(run), overlapped)
+            log.info(
+                "side by side an update takes %.2f times as long, and a token %.2f times",
+                costs.update_beside,
+                costs.token_beside,
+            )
+        advice = advise(config, run, costs)
         print_advice(console, advice, config)
         document = as_json(advice, config)
         if verify:
@@ -113,19 +130,22 @@ def advise(config: Config, run: RecordedRun, costs: Costs, depths: Sequence[int]
     return Advice(pareto(front), recommended([*front, present]), present, prediction)
 
 
-def _calibrate(config: Config) -> RecordedRun:
-    """A short synchronous run: in it every number of sequences occurs, and nothing runs beside anything."""
+def _calibrate(config: Config) -> tuple[RecordedRun, RecordedRun]:
+    """Two short runs: a synchronous one, in which every number of sequences occurs and nothing runs beside
+    anything, and one with a pipeline, which shows what the sides then cost each other."""
     folder = claim_folder(config, "tune")
     file = folder / "tune.yaml"
     file.write_text(dump_config(config), encoding="utf-8")
-    log.info("calibrating: %d synchronous steps", _CALIBRATION_STEPS)
     settings = {
         "run.steps": _CALIBRATION_STEPS,
         "log.trace_mb": max(64, config.log.trace_mb),
         "weight_sync.overlap": config.weight_sync.overlap,  # what copying out costs is to be seen
     }
-    train_once(file, folder, "calibration", [*QUIET, *MODES["sync"], *as_overrides(settings)])
-    return read_run(folder / "calibration")
+    runs = {"calibration": MODES["sync"], "overlapped": as_overrides(_PIPELINE)}
+    for name, schedule in runs.items():
+        log.info("calibrating, %s: %d steps", name, _CALIBRATION_STEPS)
+        train_once(file, folder, name, [*QUIET, *schedule, *as_overrides(settings)])
+    return read_run(folder / "calibration"), read_run(folder / "overlapped")
 
 
 def _verify(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from asyncrl.errors import UsageError
 from asyncrl.recorded import Record, RecordedRun
 from asyncrl.simulate.lengths import recorded_groups
+from asyncrl.simulate.parts import token_seconds
 from asyncrl.timeline import TraceEvent
 from asyncrl.trace_reading import read_trace
 from asyncrl.tune.rates import Stay, fit_token_seconds
@@ -57,6 +58,10 @@ class Costs:
     """Of a prompt, on average; 1 where updates are not told by what they compute."""
     padded: bool = False
     """Whether updates are told by what they compute, prompts and padding included."""
+    update_beside: float = 1.0
+    """How many times as long an update takes beside generators that sample; 1 where that is not known."""
+    token_beside: float = 1.0
+    """How many times as long a token takes beside an update."""
 
     @property
     def most_running(self) -> int:
@@ -79,6 +84,7 @@ class Costs:
                 "padded": self.padded,
             },
             "push": {"send_s": self.send_s, "pause_s": self.pause_s, "copy_s": self.copy_s},
+            "contention": {"update": self.update_beside, "token": self.token_beside},
             "reward": {"mean": self.reward_mean, "score_s": self.score_s},
         }
 
@@ -133,6 +139,34 @@ def measure_costs(run: RecordedRun) -> Costs:
     )
 
 
+def with_contention(costs: Costs, overlapped: RecordedRun) -> Costs:
+    """``costs``, of a synchronous run, with what the sides cost each other in ``overlapped``.
+
+    Both runs are of one config but for the schedule. UsageError where the folder does not tell it.
+    """
+    beside = measure_costs(overlapped)
+    steps = overlapped.steps[warm_up_steps(overlapped.steps) :]
+    timed = [line for line in steps if "perf/tokens_per_s" in line]
+    took = sum(line["timing_s/train"] for line in timed)
+    alone = sum(
+        costs.update_s + costs.update_token_s * tokens for tokens in _update_tokens(timed, costs.padded)
+    )
+    running = beside.most_running
+    token_s = token_seconds(costs.token_s, running)
+    return replace(
+        costs,
+        update_beside=_times(took / alone, _mean(line["perf/generator_busy"] for line in timed)),
+        token_beside=_times(
+            beside.token_s[running] / token_s, _mean(line["perf/learner_busy"] for line in timed)
+        ),
+    )
+
+
+def _times(slower: float, share: float) -> float:
+    """What is ``slower`` on average, as often as the other side was at work for ``share`` of the time."""
+    return 1.0 + max(0.0, slower - 1.0) / min(1.0, max(share, 0.5))
+
+
 def warm_up_steps(steps: Sequence[Record]) -> int:
     """Steps at the start that are left out."""
     return min(3, len(steps) // 4)
@@ -150,12 +184,7 @@ def _unaccounted(line: Record) -> float:
 def _fit_updates(steps: Sequence[Record], *, padded: bool) -> tuple[float, float]:
     """Seconds of an update, and of each token of its answers, or that it computes; neither is negative."""
     timed = [line for line in steps if "perf/tokens_per_s" in line]
-    tokens = np.array(
-        [
-            line["perf/computed_tokens"] if padded else line["perf/tokens_per_s"] * line["timing_s/step"]
-            for line in timed
-        ]
-    )
+    tokens = np.array(_update_tokens(timed, padded))
     seconds = np.array([line["timing_s/train"] for line in timed])
     if not timed or tokens.sum() <= 0:
         raise UsageError("found no step that trained a token; expected updates to measure")
@@ -165,6 +194,13 @@ def _fit_updates(steps: Sequence[Record], *, padded: bool) -> tuple[float, float
     )
     slope = min(max(slope, 0.0), float(seconds.sum() / tokens.sum()))
     return float(seconds.mean() - slope * tokens.mean()), slope
+
+
+def _update_tokens(steps: Sequence[Record], padded: bool) -> list[float]:
+    """What each update is told by."""
+    if padded:
+        return [line["perf/computed_tokens"] for line in steps]
+    return [line["perf/tokens_per_s"] * line["timing_s/step"] for line in steps]
 
 
 def _token_seconds(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -127,7 +128,7 @@ def test_rows_keep_within_the_budget_and_lose_no_answer(
     groups: list[list[TrajectoryMeta]], budget: int
 ) -> None:
     everything = [t for group in groups for t in group]
-    # Prompts of one length are taken to be one prompt; those of another group never are.
+    # All of these have one hash; prompts of another group are never shared.
     keys = [(g, t.prompt_tokens) for g, group in enumerate(groups) for t in group]
     plan = pack_prompts(groups, budget)
     assert sorted(i for rows in plan for i in rows) == [i for i, t in enumerate(everything) if t.loss_tokens]
@@ -149,6 +150,13 @@ def test_rows_keep_within_the_budget_and_lose_no_answer(
             )
             for i, at in zip(rows, places.places, strict=True)
         )
+
+
+def test_prompts_of_one_length_that_differ_are_planned_apart() -> None:
+    meta = TrajectoryMeta(0, 50, 11, 0.0, "stop", ((0, 11),), prompt=1)
+    other = replace(meta, sample=1, prompt=2)
+    assert pack_prompts([[meta, meta]], 80) == ((0, 1),)
+    assert pack_prompts([[meta, other]], 80) == ((0,), (1,))
 
 
 def test_groups_with_long_prompts_count_them_once_in_the_balance_over_ranks() -> None:

@@ -29,7 +29,7 @@ from asyncrl.simulate.workload import parse_simulation
 from asyncrl.timeline import TraceEvent
 from asyncrl.trace_file import TraceFile
 from asyncrl.tune.command import advise, as_json, print_advice
-from asyncrl.tune.costs import Costs, measure_costs
+from asyncrl.tune.costs import Costs, measure_costs, with_contention
 from asyncrl.tune.prediction import predict_itself
 from asyncrl.tune.rates import Stay, fit_token_seconds
 from asyncrl.tune.search import Candidate, Laboratory, Outcome, as_yaml_block, pareto, recommended
@@ -128,6 +128,26 @@ def test_a_synchronous_calibration_predicts_an_asynchronous_run(tmp_path: Path, 
     prediction = predict_itself(run, costs)
     assert abs(prediction.error) < 0.1
     assert prediction.simulated_lag_mean == pytest.approx(prediction.lag_mean, rel=0.1)
+
+
+OVERLAPPED = ("schedule.pipeline_depth=2", "schedule.max_staleness=4")
+
+
+def test_what_the_sides_cost_each_other_is_found_by_an_overlapped_run(tmp_path: Path) -> None:
+    shared = "workload.contention={update: 1.2, token: 1.3}"
+    alone = measure_costs(read_run(record(tmp_path / "sync", *MODES["sync"], shared)))
+    overlapped = read_run(record(tmp_path / "async", *OVERLAPPED, shared))
+    assert predict_itself(overlapped, alone).error > 0.1
+    found = with_contention(alone, overlapped)
+    assert found.update_beside == pytest.approx(1.2, rel=0.03)
+    assert found.token_beside == pytest.approx(1.3, rel=0.1)
+    assert abs(predict_itself(overlapped, found).error) < 0.05
+
+
+def test_sides_that_cost_each_other_nothing_are_told_so(tmp_path: Path, costs: Costs) -> None:
+    found = with_contention(costs, read_run(record(tmp_path / "async", *OVERLAPPED)))
+    assert found.update_beside == pytest.approx(1.0, abs=0.02)
+    assert found.token_beside == pytest.approx(1.0, abs=0.1)
 
 
 def test_answers_of_evaluations_are_not_taken_for_those_of_training(
