@@ -174,7 +174,8 @@ class EngineClient:
             return await self._generate(request, heard)
         first = self._first
         if first is None or first.finish_reason == "abort":
-            self._first = first = await self._generate(replace(request, prefix=first), heard)
+            again = request if first is None else replace(request, prefix=first)
+            self._first = first = await self._generate(again, heard)
         return first
 
     async def _generate(self, request: GenerationRequest, heard: Heard | None) -> Completion:
