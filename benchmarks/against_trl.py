@@ -73,7 +73,14 @@ def smollm2_dtype() -> str:
 
 
 WORKLOADS = {
-    "even": Workload("quickstart.yaml", steps=100, evaluate_every=25, micro_batch=128),
+    "even": Workload(
+        "quickstart.yaml",
+        steps=100,
+        evaluate_every=25,
+        micro_batch=128,
+        # TRL too has all answers of a step under way at once.
+        settings=("generators.slots=128", "learner.shared_prompts=true"),
+    ),
     "long-tailed": Workload(
         "bench-cpu.yaml",
         steps=60,
