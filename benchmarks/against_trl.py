@@ -90,7 +90,7 @@ WORKLOADS = {
     ),
     "smollm2": Workload(
         "smollm2-arithmetic-torch.yaml",
-        steps=40,
+        steps=25,
         evaluate_every=5,
         micro_batch=16,
         settings=(
