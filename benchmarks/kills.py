@@ -11,7 +11,8 @@ made, another one follows. At the end of each: every ordinal was retired exactly
 line, no lag was beyond the bound; with ``--deterministic`` the parameters have the bits of the undisturbed
 run's.
 
-``<out>/kills.json`` holds what was done. Started again with the same arguments, this goes on from there.
+``<out>/kills.json`` holds what was done. Started again with the same arguments, this goes on from there;
+``--kills`` may have become more.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class Runs:
         }
 
 
-def perform(records: Records, file: Path, runs: Runs) -> None:
+def perform(records: Records, file: Path, runs: Runs, kills: int) -> None:
     """All that is missing: the undisturbed run, then kills, until the last of the killed runs has ended."""
     asked = records.arguments
     if records.undisturbed is None:
@@ -167,7 +168,7 @@ def perform(records: Records, file: Path, runs: Runs) -> None:
         records.write(file)
     while True:
         number, name = len(records.kills), f"killed-{len(records.runs)}"
-        over = number >= asked["kills"]
+        over = number >= kills
         if over and (not records.kills or records.kills[-1]["run"] != name):
             return  # the run of the last kill has ended
         usual = records.undisturbed["seconds"]
@@ -183,7 +184,7 @@ def perform(records: Records, file: Path, runs: Runs) -> None:
             phase, after_s = life.killed["phase"], life.killed["after_s"]
             kill = {"number": number, "run": name, "asked": str(moment), "phase": phase, "after_s": after_s}
             records.kills.append({**kill, "training_s": life.training_s})
-            log.info("kill %d of %d: %s in its %s", number + 1, asked["kills"], name, phase)
+            log.info("kill %d of %d: %s in its %s", number + 1, kills, name, phase)
         records.write(file)
 
 
@@ -211,7 +212,7 @@ def page(records: Records) -> str:
         [
             "# A run that is killed again and again",
             "",
-            f"`python benchmarks/kills.py --kills {asked['kills']} --seed {asked['seed']}{flags}`, over",
+            f"`python benchmarks/kills.py --kills {len(records.kills)} --seed {asked['seed']}{flags}`, over",
             f"`configs/{Path(asked['config']).name}` with",
             f"{', '.join(asked['overrides']) or 'no other settings'};",
             f"{machine['processor']}, {machine['cores']} cores. Every ordinal was retired exactly once,",
@@ -240,7 +241,6 @@ def main() -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     overrides = [*(TO_THE_BIT if asked.deterministic else ()), *asked.overrides]
     arguments = {
-        "kills": asked.kills,
         "seed": asked.seed,
         "config": str(asked.config.resolve()),
         "deterministic": asked.deterministic,
@@ -251,7 +251,7 @@ def main() -> None:
         ensure_model(config)  # or the undisturbed run's start-up would be the only one to make it
     file = asked.out / "kills.json"
     records = Records.read(file, arguments)
-    perform(records, file, Runs(asked.config, asked.out.resolve(), overrides, asked.timeout_s))
+    perform(records, file, Runs(asked.config, asked.out.resolve(), overrides, asked.timeout_s), asked.kills)
     text = page(records)
     sys.stdout.write(text)
     if asked.page is not None:
