@@ -213,15 +213,30 @@ FAULTS: dict[str, Strike] = {
 }
 
 
+ENDS_THE_RUN = frozenset(
+    {
+        "learner killed",
+        "controller killed",
+        "asked to end (SIGTERM)",
+        "Ray's node killed",
+        "Ray's head killed",
+    }
+)
+"""Steps that are done meanwhile are no recovery."""
+
+
 # ---------------------------------------------------------------- the run
 
 
-def recover(run: Run) -> tuple[float, int]:
+def recover(run: Run, *, ended: bool = False) -> tuple[float, int]:
     """Until two steps are done that were not, starting the run again where it ended: seconds, and starts.
 
-    Two, because the first may have been all but done.
+    Two, because the first may have been all but done. ``ended``: after the run's end, which is awaited.
     """
-    began, before, starts = time.monotonic(), run.step(), 0
+    began, starts = time.monotonic(), 0
+    if ended:
+        run.wait(RECOVERY_TIMEOUT_S)
+    before = run.step()
     while run.step() <= before + 1:
         if run.exit_code is not None:
             log.info("the run ended with exit code %s: started again", run.exit_code)
@@ -286,7 +301,7 @@ def perform(
         if found is None:
             continue
         log.info("%.0f s, step %d: %s (%s)", time.monotonic() - began, step, name, found)
-        seconds, starts = recover(run)
+        seconds, starts = recover(run, ended=name in ENDS_THE_RUN)
         faults.append({"fault": name, "step": step, "recovered_s": round(seconds, 1), "starts": starts})
     # To its end: asked to stop where it stands, it goes on from there for a few steps.
     with contextlib.suppress(psutil.NoSuchProcess):
