@@ -229,7 +229,7 @@ ENDS_THE_RUN = frozenset(
 
 
 def recover(run: Run, *, ended: bool = False) -> tuple[float, int]:
-    """Until two steps are done that were not, starting the run again where it ended: seconds, and starts.
+    """Until two steps are done that were not, the run started again where it ended: seconds, and starts.
 
     Two, because the first may have been all but done. ``ended``: after the run's end, which is awaited.
     """
