@@ -20,6 +20,8 @@ _BUSY = 0.9
 """A side that works for this share of the time limits the run."""
 _SLOWED = 1.15
 """Phases that take so many times as long beside each other as alone compete for something."""
+_COUNTS = 0.5
+"""A side that works for less of the time has time to spare: what slows it down limits nothing."""
 _GAIN = 1.03
 """Less than this is within what two runs of one mode differ by."""
 
@@ -42,9 +44,10 @@ def judge(comparison: Comparison, config: Config) -> Verdict | None:
     stall = mode.median(lambda run: run.stall_s)
     waits = mode.median(lambda run: run.wait_for_batch_s) / step_s
     occupancy = mode.median(lambda run: run.occupancy)
-    slowed = _slowdowns(comparison)
     schedule = config.schedule
     learner = (train + stall) / step_s
+    at_work = {"updates": learner, "generation": occupancy}
+    slowed = {n: times for n, times in _slowdowns(comparison).items() if at_work[n] >= _COUNTS}
     if slowed and max(slowed.values()) >= _SLOWED and not _is_at_ideal(comparison):
         what = " and ".join(f"{name} {factor:.2f}" for name, factor in slowed.items())
         verdict = Verdict(

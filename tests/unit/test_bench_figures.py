@@ -180,6 +180,15 @@ def test_the_object_has_the_promised_keys_and_agrees_with_itself() -> None:
         ),
         ({"generator__occupancy": 0.97}, "generation"),
         ({"generator__occupancy": 0.4}, "tail"),
+        (  # Updates are slowed down too, but the learner has time to spare.
+            {
+                "timing_s__train": 4.6,
+                "timing_s__step": 20.0,
+                "perf__tokens_per_s": 100 / 20,
+                "generator__occupancy": 0.1,
+            },
+            "tail",
+        ),
     ],
 )
 def test_the_verdict_names_what_limits(figures: dict[str, float], limit: str) -> None:
