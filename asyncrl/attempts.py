@@ -104,6 +104,6 @@ class Attempts:
 
 def _poisoned(uid: str, deaths: Sequence[str]) -> str:
     return (
-        f"GeneratorError: {uid} was on {len(deaths)} replicas when they died (rollout.max_attempts = "
+        f"{uid} was on {len(deaths)} replicas when they died (rollout.max_attempts = "
         f"{len(deaths)}), the last time with no other group beside it: {deaths[-1]}"
     )

@@ -360,7 +360,7 @@ class Controller:
         try:
             made = await self._attempts.run(running, start_version)
         except PoisonedGroupError as error:
-            self._groups.retire_unusable(running.task, "failed", str(error))
+            self._groups.retire_unusable(running.task, "failed", f"GeneratorError: {error}")
             return
         if made is not None:  # else the run ends, and issues the group again when it goes on
             await self._land(running.task, *made)

@@ -213,7 +213,7 @@ def page(records: Records) -> str:
             "# A run that is killed again and again",
             "",
             f"`python benchmarks/kills.py --kills {len(records.kills)} --seed {asked['seed']}{flags}`, over",
-            f"`configs/{Path(asked['config']).name}` with",
+            f"`configs/{asked['config']}` with",
             f"{', '.join(asked['overrides']) or 'no other settings'};",
             f"{machine['processor']}, {machine['cores']} cores. Every ordinal was retired exactly once,",
             "every step has one line, and no lag was beyond the bound.",
@@ -242,7 +242,7 @@ def main() -> None:
     overrides = [*(TO_THE_BIT if asked.deterministic else ()), *asked.overrides]
     arguments = {
         "seed": asked.seed,
-        "config": str(asked.config.resolve()),
+        "config": asked.config.name,
         "deterministic": asked.deterministic,
         "overrides": overrides,
     }

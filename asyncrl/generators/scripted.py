@@ -177,8 +177,12 @@ class ScriptedGenerator:
         return self._versions[-1]
 
     @property
+    def is_alive(self) -> bool:
+        return self._broken is None
+
+    @property
     def is_sampling(self) -> bool:
-        return bool(self._running) and not self._holds and self._broken is None
+        return bool(self._running) and not self._holds and self.is_alive
 
     def slow_down(self, times: float) -> None:
         """From now on every token takes so many times as long."""

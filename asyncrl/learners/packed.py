@@ -8,6 +8,7 @@ model that has no use for positions: its answers would leak into each other, and
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,20 +48,27 @@ def packing_differences(model: Any, vocabulary: int, device: torch.device) -> tu
 
 @torch.no_grad()
 def sharing_differences(model: Any, vocabulary: int, device: torch.device) -> tuple[float, float]:
-    """Likewise of the second answer to a prompt: behind the first one and alone, and behind two others."""
+    """Likewise of the second answer to a prompt: behind the first one and alone, and behind two others.
+
+    The larger of both ways that attention may take: which one it is, is a matter of each batch's lengths.
+    """
     first, second = LENGTHS
     prompt = first
     tokens = _tokens(prompt + first + second, vocabulary, device)
     own = torch.cat([tokens[:prompt], tokens[prompt + first :]])
     places = torch.cat([torch.arange(prompt + first), prompt + torch.arange(second)]).to(device)
     segments = np.repeat(np.arange(3), (prompt, first, second))[None]
-    shared = SharedRows.of(segments, device)
+    unfolded = SharedRows.of(segments, device)
     behind = torch.arange(prompt + first, prompt + first + second, device=device)
-    together = _logprobs(model, tokens, behind, places, shared)
     alone = _logprobs(model, own, behind - first, None)
     others = _with_others(tokens, prompt, prompt + first, vocabulary)
-    beside_others = _logprobs(model, others, behind, places, shared)
-    return _difference(together, alone), _difference(together, beside_others)
+    apart = leak = 0.0
+    for rows in (unfolded, replace(unfolded, unfold=None, fold=None)):
+        together = _logprobs(model, tokens, behind, places, rows)
+        beside_others = _logprobs(model, others, behind, places, rows)
+        apart = max(apart, _difference(together, alone))
+        leak = max(leak, _difference(together, beside_others))
+    return apart, leak
 
 
 def require_exact_packing(model: Any, dtype: str, device: torch.device) -> None:

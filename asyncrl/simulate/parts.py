@@ -131,7 +131,7 @@ class Contention:
 
     def add(self, engine: ScriptedGenerator) -> None:
         if self._section.update > 1 or self._section.token > 1:  # else nobody has to be told anything
-            self._engines.append(engine)
+            self._engines = [other for other in self._engines if other.is_alive] + [engine]
 
     def of_update(self) -> float:
         """How many times as long an update takes that begins now."""
