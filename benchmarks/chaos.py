@@ -279,6 +279,15 @@ def verify(run: Run, config: Path, overrides: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def controller_memory(run: Run) -> list[dict[str, float]]:
+    """Resident memory of the controller now; nothing where it is gone."""
+    try:
+        rss = run.controller.memory_info().rss / 1e6
+    except psutil.NoSuchProcess:
+        return []
+    return [{"life": run.lives, "step": run.step(), "controller_mb": round(rss, 1)}]
+
+
 def perform(
     run: Run, minutes: float, chance: random.Random, most_s: float, names: Sequence[str]
 ) -> dict[str, Any]:
@@ -294,15 +303,14 @@ def perform(
             recover(run)
         name = chance.choice(names)
         step = run.step()
-        with contextlib.suppress(psutil.NoSuchProcess):
-            rss = run.controller.memory_info().rss / 1e6
-            memory.append({"life": run.lives, "step": step, "controller_mb": round(rss, 1)})
+        memory += controller_memory(run)
         found = FAULTS[name](run, chance) if run.exit_code is None else None
         if found is None:
             continue
         log.info("%.0f s, step %d: %s (%s)", time.monotonic() - began, step, name, found)
         seconds, starts = recover(run, ended=name in ENDS_THE_RUN)
         faults.append({"fault": name, "step": step, "recovered_s": round(seconds, 1), "starts": starts})
+    memory += controller_memory(run)
     # To its end: asked to stop where it stands, it goes on from there for a few steps.
     with contextlib.suppress(psutil.NoSuchProcess):
         run.controller.send_signal(signal.SIGINT)

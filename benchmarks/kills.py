@@ -1,10 +1,11 @@
 """A run that is killed again and again, in every phase, and loses nothing.
 
-    python benchmarks/kills.py --kills 100 --out runs/kills
+    python benchmarks/kills.py --kills 100 --undisturbed 4 --out runs/kills
     python benchmarks/kills.py --kills 100 --out runs/kills-to-the-bit --deterministic
     python benchmarks/kills.py --kills 5 --out runs/kills-short --config mine.yaml run.steps=12
 
-First the run is made undisturbed. Then, with a checkpoint of every step, it is started again and again and
+First the run is made undisturbed, as often as asked for: how far apart their rewards end is the noise that
+those of the killed ones are seen in. Then, with a checkpoint of every step, it is started again and again and
 gets SIGKILL each time: in turn while it starts, samples, updates, pushes and writes a checkpoint, at a moment
 drawn from ``--seed`` (``killed_run.py`` counts the phases). Where a run comes to its end before all kills are
 made, another one follows. At the end of each: every ordinal was retired exactly once, every step has one
@@ -12,7 +13,7 @@ line, no lag was beyond the bound; with ``--deterministic`` the parameters have 
 run's.
 
 ``<out>/kills.json`` holds what was done. Started again with the same arguments, this goes on from there;
-``--kills`` may have become more.
+``--kills`` and ``--undisturbed`` may have become more.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Records:
 
     arguments: dict[str, Any]
     """What has to be the same when it is gone on from."""
-    undisturbed: dict[str, Any] | None = None
-    """How the run ends that nobody kills, and ``seconds`` by phase."""
+    undisturbed: list[dict[str, Any]] = field(default_factory=list)
+    """How the runs end that nobody kills, and ``seconds`` by phase."""
     kills: list[dict[str, Any]] = field(default_factory=list)
     """Of each: number, run, what was asked for, and the phase and second in which it came."""
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -157,27 +158,29 @@ class Runs:
         }
 
 
-def perform(records: Records, file: Path, runs: Runs, kills: int) -> None:
-    """All that is missing: the undisturbed run, then kills, until the last of the killed runs has ended."""
+def perform(records: Records, file: Path, runs: Runs, kills: int, undisturbed: int) -> None:
+    """All that is missing: undisturbed runs, then kills, until the last of the killed runs has ended."""
     asked = records.arguments
-    if records.undisturbed is None:
-        life = runs.live("undisturbed", None)
+    while len(records.undisturbed) < undisturbed:
+        name = f"undisturbed-{len(records.undisturbed)}"
+        life = runs.live(name, None)
         if not life.seconds:
-            raise SystemExit("the undisturbed run was over before: remove its folder")
-        records.undisturbed = {**runs.verify("undisturbed"), "seconds": life.seconds}
+            raise SystemExit(f"{name} was over before: remove its folder")
+        records.undisturbed.append({**runs.verify(name), "seconds": life.seconds})
+        log.info("%s: %s", name, records.undisturbed[-1])
         records.write(file)
     while True:
         number, name = len(records.kills), f"killed-{len(records.runs)}"
         over = number >= kills
         if over and (not records.kills or records.kills[-1]["run"] != name):
             return  # the run of the last kill has ended
-        usual = records.undisturbed["seconds"]
+        usual = records.undisturbed[0]["seconds"]
         moment = None if over else draw(asked["seed"], number, usual, attempt=len(records.runs))
         life = runs.live(name, moment)
         if life.killed is None:
             records.runs.append(ended := runs.verify(name))
             if asked["deterministic"]:
-                expected = records.undisturbed["checksum"]
+                expected = records.undisturbed[0]["checksum"]
                 assert ended["checksum"] == expected, f"{name}: {ended['checksum']}, undisturbed {expected}"
             log.info("%s came to its end as it should: %s", name, ended)
         else:
@@ -190,7 +193,6 @@ def perform(records: Records, file: Path, runs: Runs, kills: int) -> None:
 
 def report(records: Records) -> str:
     """The table of kills by phase, and how the runs ended."""
-    assert records.undisturbed is not None
     lines = ["| phase | kills |", "| --- | --- |"]
     for phase in PHASES:
         lines.append(f"| {phase} | {sum(kill['phase'] == phase for kill in records.kills)} |")
@@ -198,10 +200,15 @@ def report(records: Records) -> str:
     if starts:
         lines += ["", f"From a start to the first update: {statistics.median(starts):.1f} s (median)."]
     lines += ["", "| run | steps | ordinals | largest lag | eval reward | checksum |", "| --- " * 6 + "|"]
-    for run in (records.undisturbed, *records.runs):
+    for run in (*records.undisturbed, *records.runs):
         reward = "" if run["eval_reward"] is None else f"{run['eval_reward']:.3f}"
         cells = (run["run"], run["steps"], run["ordinals"], run["lag_max"], reward, run["checksum"])
         lines.append("| " + " | ".join(map(str, cells)) + " |")
+    for name, ended in (("undisturbed", records.undisturbed), ("killed", records.runs)):
+        rewards = [run["eval_reward"] for run in ended if run["eval_reward"] is not None]
+        if len(rewards) > 1:
+            mean, spread = statistics.mean(rewards), statistics.stdev(rewards)
+            lines += ["", f"Eval reward, {name}: {mean:.3f}, standard deviation {spread:.3f}."]
     return "\n".join(lines)
 
 
@@ -224,11 +231,20 @@ def page(records: Records) -> str:
     )
 
 
+def at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, found {number}")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument(
+        "--undisturbed", type=at_least_one, default=1, help="runs that nobody kills (default 1)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments; the run has its own")
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
     parser.add_argument("--out", type=Path, default=Path("runs/kills"))
@@ -251,7 +267,8 @@ def main() -> None:
         ensure_model(config)  # or the undisturbed run's start-up would be the only one to make it
     file = asked.out / "kills.json"
     records = Records.read(file, arguments)
-    perform(records, file, Runs(asked.config, asked.out.resolve(), overrides, asked.timeout_s), asked.kills)
+    runs = Runs(asked.config, asked.out.resolve(), overrides, asked.timeout_s)
+    perform(records, file, runs, asked.kills, asked.undisturbed)
     text = page(records)
     sys.stdout.write(text)
     if asked.page is not None:

@@ -21,7 +21,7 @@ from asyncrl.simulate.lengths import recorded_groups
 from asyncrl.simulate.parts import token_seconds
 from asyncrl.timeline import TraceEvent
 from asyncrl.trace_reading import read_trace
-from asyncrl.tune.rates import Stay, fit_token_seconds
+from asyncrl.tune.rates import Stay, fit_token_seconds, slowdown
 
 LEAST_STEPS = 6
 _ELSEWHERE = ("wait_for_batch", "train", "weight_sync_stall", "wait_for_push", "eval", "checkpoint")
@@ -113,7 +113,6 @@ def measure_costs(run: RecordedRun) -> Costs:
         )
     steps = steps[warm_up_steps(steps) :]
     events = read_trace(run.trace).events
-    pushes = [event for event in events if event.name == "weight_sync"]
     padded = all("perf/computed_tokens" in line for line in steps if "perf/tokens_per_s" in line)
     update_s, update_token_s = _fit_updates(steps, padded=padded)
     prompts = _mean(line["prompt_length/mean"] for line in steps if "prompt_length/mean" in line)
@@ -122,7 +121,7 @@ def measure_costs(run: RecordedRun) -> Costs:
     overlapped = bool(run.setting("weight_sync", "overlap"))
     rewards = [line["reward/mean"] for line in steps if "reward/mean" in line]
     return Costs(
-        token_s=_token_seconds(run, steps, events, pushes),
+        token_s=_token_seconds(run, steps, events),
         update_s=update_s,
         update_token_s=update_token_s,
         ranks=int(run.setting("learner", "ranks") or 1),
@@ -144,21 +143,17 @@ def with_contention(costs: Costs, overlapped: RecordedRun) -> Costs:
 
     Both runs are of one config but for the schedule. UsageError where the folder does not tell it.
     """
-    beside = measure_costs(overlapped)
     steps = overlapped.steps[warm_up_steps(overlapped.steps) :]
     timed = [line for line in steps if "perf/tokens_per_s" in line]
     took = sum(line["timing_s/train"] for line in timed)
     alone = sum(
         costs.update_s + costs.update_token_s * tokens for tokens in _update_tokens(timed, costs.padded)
     )
-    running = beside.most_running
-    token_s = token_seconds(costs.token_s, running)
+    tokens = _tokens_took(overlapped, timed, costs.token_s)
     return replace(
         costs,
         update_beside=_times(took / alone, _mean(line["perf/generator_busy"] for line in timed)),
-        token_beside=_times(
-            beside.token_s[running] / token_s, _mean(line["perf/learner_busy"] for line in timed)
-        ),
+        token_beside=_times(tokens, _mean(line["perf/learner_busy"] for line in timed)),
     )
 
 
@@ -204,16 +199,39 @@ def _update_tokens(steps: Sequence[Record], padded: bool) -> list[float]:
 
 
 def _token_seconds(
-    run: RecordedRun, steps: Sequence[Record], events: Sequence[TraceEvent], pushes: Sequence[TraceEvent]
+    run: RecordedRun, steps: Sequence[Record], events: Sequence[TraceEvent]
 ) -> dict[int, float]:
-    by_replica: dict[str, list[Stay]] = defaultdict(list)
+    if replicas := _stays(events):
+        return fit_token_seconds(replicas, _standstills(events))
+    return _one_speed(run, steps)
+
+
+def _tokens_took(run: RecordedRun, steps: Sequence[Record], token_s: Mapping[int, float]) -> float:
+    """How many times ``token_s`` the tokens of a run took."""
+    events = read_trace(run.trace).events
+    if replicas := _stays(events):
+        return slowdown(replicas, _standstills(events), token_s)
+    ((running, seconds),) = _one_speed(run, steps).items()
+    return seconds / token_seconds(token_s, running)
+
+
+def _stays(events: Sequence[TraceEvent]) -> list[list[Stay]]:
+    """Of the answers on each replica."""
+    found: dict[str, list[Stay]] = defaultdict(list)
     for event in events:
         if event.track.startswith("slot") and "tokens" in event.facts:
-            by_replica[event.process].append(Stay(event.start, event.end, int(event.facts["tokens"])))
-    if by_replica:
-        stills = [(event.end - event.facts.get("pause_s", 0.0), event.end) for event in pushes]
-        return fit_token_seconds(list(by_replica.values()), stills)
-    # Without a timeline: one speed, at the mean number of sequences of a busy replica.
+            found[event.process].append(Stay(event.start, event.end, int(event.facts["tokens"])))
+    return list(found.values())
+
+
+def _standstills(events: Sequence[TraceEvent]) -> list[tuple[float, float]]:
+    """(start, end) of what pushes held generation up for."""
+    pushes = [event for event in events if event.name == "weight_sync"]
+    return [(event.end - event.facts.get("pause_s", 0.0), event.end) for event in pushes]
+
+
+def _one_speed(run: RecordedRun, steps: Sequence[Record]) -> dict[int, float]:
+    """Without a timeline: one speed, at the mean number of sequences of a busy replica."""
     replicas = int(run.setting("generators", "replicas") or 1)
     slots = int(run.setting("generators", "slots") or 1)
     busy_s = replicas * _total(steps, "perf/generator_busy")

@@ -7,7 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import UsageError
+from asyncrl.simulate.parts import token_seconds
 
 Floats = NDArray[np.floating[Any]]
 
@@ -43,6 +44,32 @@ def fit_token_seconds(
     ``replicas``: the stays on each; ``standstills``: (start, end) in which none sampled. UsageError where no
     stay has a length.
     """
+    exposure, tokens = _measured(replicas, standstills)
+    for count in range(_MOST_KNOTS, 1, -1):
+        knots = _knots(exposure, count)
+        seconds = _solve(exposure, tokens, knots)
+        if seconds is not None:
+            return dict(zip(knots, seconds.tolist(), strict=True))
+    # One speed for all: the sum of all time over that of all tokens.
+    return {exposure.shape[1]: float(exposure.sum() / tokens.sum())}
+
+
+def slowdown(
+    replicas: Sequence[Sequence[Stay]],
+    standstills: Sequence[tuple[float, float]],
+    token_s: Mapping[int, float],
+) -> float:
+    """How many times ``token_s`` the tokens of these stays took, all in all; UsageError as above."""
+    exposure, tokens = _measured(replicas, standstills)
+    numbers = np.arange(1, exposure.shape[1] + 1)
+    seconds = np.array([token_seconds(token_s, int(number)) for number in numbers])
+    return float((exposure / seconds).sum() / tokens.sum())
+
+
+def _measured(
+    replicas: Sequence[Sequence[Stay]], standstills: Sequence[tuple[float, float]]
+) -> tuple[Floats, Floats]:
+    """(stays, n) exposure and (stays,) tokens of all replicas."""
     recent = [replica[-_MOST_STAYS:] for replica in replicas if replica]
     stays = [stay for replica in recent for stay in replica]
     parts = [_exposure(replica, standstills) for replica in recent]
@@ -52,14 +79,7 @@ def fit_token_seconds(
             f"found {len(stays)} answers, in slots for 0 s together; expected some time to measure by"
         )
     exposure = np.vstack([np.pad(part, ((0, 0), (0, widest - part.shape[1]))) for part in parts])
-    tokens = np.array([stay.tokens for stay in stays], dtype=float)
-    for count in range(_MOST_KNOTS, 1, -1):
-        knots = _knots(exposure, count)
-        seconds = _solve(exposure, tokens, knots)
-        if seconds is not None:
-            return dict(zip(knots, seconds.tolist(), strict=True))
-    # One speed for all: the sum of all time over that of all tokens.
-    return {widest: float(exposure.sum() / tokens.sum())}
+    return exposure, np.array([stay.tokens for stay in stays], dtype=float)
 
 
 def _exposure(stays: Sequence[Stay], standstills: Sequence[tuple[float, float]]) -> Floats:
