@@ -2,18 +2,20 @@
 
     python benchmarks/kills.py --kills 100 --undisturbed 4 --out runs/kills
     python benchmarks/kills.py --kills 100 --out runs/kills-to-the-bit --deterministic
-    python benchmarks/kills.py --kills 5 --out runs/kills-short --config mine.yaml run.steps=12
+    python benchmarks/kills.py --kills 10 --out runs/kills-replayed --replay
+    python benchmarks/kills.py --kills 5 --spread 3 --out runs/kills-short --config mine.yaml run.steps=12
 
 First the run is made undisturbed, as often as asked for: how far apart their rewards end is the noise that
 those of the killed ones are seen in. Then, with a checkpoint of every step, it is started again and again and
 gets SIGKILL each time: in turn while it starts, samples, updates, pushes and writes a checkpoint, at a moment
-drawn from ``--seed`` (``killed_run.py`` counts the phases). Where a run comes to its end before all kills are
-made, another one follows. At the end of each: every ordinal was retired exactly once, every step has one
-line, no lag was beyond the bound; with ``--deterministic`` the parameters have the bits of the undisturbed
-run's.
+drawn from ``--seed`` (``killed_run.py`` counts the phases), within ``--spread`` steps. Where a run comes to
+its end before all kills are made, another one follows. At the end of each: every ordinal was retired exactly
+once, every step has one line, no lag was beyond the bound. With ``--deterministic`` the parameters have the
+bits of the undisturbed run's. With ``--replay``, which is for overlapped runs too, a learner that nobody
+kills trains what the killed run trained, batch by batch, and has to come to the same bits.
 
 ``<out>/kills.json`` holds what was done. Started again with the same arguments, this goes on from there;
-``--kills`` and ``--undisturbed`` may have become more.
+``--kills`` and ``--undisturbed`` may have become more, and ``--spread`` another.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from killed_run import PHASES, Moment
 ROOT = Path(__file__).parent.parent
 TO_THE_BIT = ("run.deterministic=true", "schedule.pipeline_depth=0", "schedule.max_staleness=0")
 QUIET = ("checkpoint.every=1", "log.trackers=[]", "log.rollouts_every=0", "log.display=lines")
+RECORDED = "log.rollouts_every=1"
 SHOWN_LINES = 30
 log = logging.getLogger("kills")
 
@@ -74,16 +77,32 @@ class Records:
         return found
 
 
-def draw(seed: int, number: int, seconds: dict[str, float], attempt: int = 0) -> Moment:
-    """The moment of a kill: phases take turns, the rest is drawn from ``seed`` and the kill's ``number``.
+@dataclass(frozen=True)
+class Draws:
+    """Where the kills come."""
 
-    ``seconds``: how long each phase usually is. ``attempt``: how often the moment did not come before the
-    run's end, so that another is drawn.
-    """
-    phase = PHASES[number % len(PHASES)]
-    chance = random.Random(f"{seed}-{number}-{attempt}")
-    occurrence = 1 if phase == "start-up" else chance.randint(1, 3)
-    return Moment(phase, occurrence, chance.random() * seconds[phase])
+    seed: int
+    spread: int
+    """Steps after the start of a process within which it is killed."""
+    groups_per_step: int
+
+    def draw(self, number: int, seconds: dict[str, float], attempt: int = 0) -> Moment:
+        """The moment of a kill: phases take turns, the rest is drawn from the seed and the kill's ``number``.
+
+        ``seconds``: how long each phase usually is. ``attempt``: how often the moment did not come before the
+        run's end, so that another is drawn.
+        """
+        phase = PHASES[number % len(PHASES)]
+        chance = random.Random(f"{self.seed}-{number}-{attempt}")
+        return Moment(phase, self._occurrence(phase, chance), chance.random() * seconds[phase])
+
+    def _occurrence(self, phase: str, chance: random.Random) -> int:
+        if phase == "start-up":
+            return 1
+        if phase == "rollout":  # one a group
+            return chance.randint(1, self.spread * self.groups_per_step)
+        # The first push is of the start-up.
+        return chance.randint(1, self.spread) + (phase == "push")
 
 
 @dataclass(frozen=True)
@@ -117,20 +136,47 @@ class Runs:
             str(report),
             str(moment or "none"),
         ]
-        command += ["train", "--config", str(self._config), *self._overrides]
-        command += [f"run.dir={self._folder}", f"run.name={name}"]
-        with output.open("ab") as out:
-            done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=self._timeout_s)
+        command += self._train(name)
+        code = self._run(command, output)
         lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
         said = {line["event"]: line for line in lines}
-        if done.returncode != 0 and "killed" not in said:
-            tail = output.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
-            raise SystemExit("\n".join([f"{name} ended with exit code {done.returncode}, after:", *tail]))
+        if code != 0 and "killed" not in said:
+            raise SystemExit(self._ended(name, code, output))
         return Life(
             said.get("killed"),
             said["training"]["after_s"] if "training" in said else None,
             said["ended"]["seconds"] if "ended" in said else {},
         )
+
+    def replay(self, name: str) -> str:
+        """Train the batches of a run that has ended, at one go: the checksum that it comes to."""
+        again = f"{name}-replayed"
+        command = [
+            sys.executable,
+            "-m",
+            "asyncrl.cli",
+            *self._train(again),
+            f"run.replay={self._folder / name}",
+        ]
+        output = self._folder / f"{again}.log"
+        if (code := self._run(command, output)) != 0:
+            raise SystemExit(self._ended(again, code, output))
+        last = (self._folder / again / "metrics.jsonl").read_text().splitlines()[-1]
+        return str(json.loads(last)["model/checksum"])
+
+    def _train(self, name: str) -> list[str]:
+        command = ["train", "--config", str(self._config), *self._overrides]
+        return [*command, f"run.dir={self._folder}", f"run.name={name}"]
+
+    def _run(self, command: Sequence[str], output: Path) -> int:
+        with output.open("ab") as out:
+            done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=self._timeout_s)
+        return done.returncode
+
+    @staticmethod
+    def _ended(name: str, code: int, output: Path) -> str:
+        tail = output.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+        return "\n".join([f"{name} ended with exit code {code}, after:", *tail])
 
     def verify(self, name: str) -> dict[str, Any]:
         """How a run ended. AssertionError where something was lost, or there twice, or too old."""
@@ -158,7 +204,7 @@ class Runs:
         }
 
 
-def perform(records: Records, file: Path, runs: Runs, kills: int, undisturbed: int) -> None:
+def perform(records: Records, file: Path, runs: Runs, draws: Draws, *, kills: int, undisturbed: int) -> None:
     """All that is missing: undisturbed runs, then kills, until the last of the killed runs has ended."""
     asked = records.arguments
     while len(records.undisturbed) < undisturbed:
@@ -175,10 +221,14 @@ def perform(records: Records, file: Path, runs: Runs, kills: int, undisturbed: i
         if over and (not records.kills or records.kills[-1]["run"] != name):
             return  # the run of the last kill has ended
         usual = records.undisturbed[0]["seconds"]
-        moment = None if over else draw(asked["seed"], number, usual, attempt=len(records.runs))
+        moment = None if over else draws.draw(number, usual, attempt=len(records.runs))
         life = runs.live(name, moment)
         if life.killed is None:
-            records.runs.append(ended := runs.verify(name))
+            ended = runs.verify(name)
+            if asked["replay"]:
+                ended["replayed"] = replayed = runs.replay(name)
+                assert replayed == ended["checksum"], f"{name}: {ended['checksum']}, replayed {replayed}"
+            records.runs.append(ended)
             if asked["deterministic"]:
                 expected = records.undisturbed[0]["checksum"]
                 assert ended["checksum"] == expected, f"{name}: {ended['checksum']}, undisturbed {expected}"
@@ -214,7 +264,7 @@ def report(records: Records) -> str:
 
 def page(records: Records) -> str:
     asked, machine = records.arguments, describe_machine()
-    flags = " --deterministic" if asked["deterministic"] else ""
+    flags = "".join(f" --{flag}" for flag in ("deterministic", "replay") if asked[flag])
     return "\n".join(
         [
             "# A run that is killed again and again",
@@ -245,21 +295,25 @@ def main() -> None:
     parser.add_argument(
         "--undisturbed", type=at_least_one, default=1, help="runs that nobody kills (default 1)"
     )
+    parser.add_argument("--spread", type=at_least_one, default=20, help="steps of a life (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments; the run has its own")
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
     parser.add_argument("--out", type=Path, default=Path("runs/kills"))
     parser.add_argument("--deterministic", action="store_true", help="synchronous, and equal to the bit")
+    parser.add_argument("--replay", action="store_true", help="compare with a learner that nobody kills")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="longest life of one process")
     parser.add_argument("--page", type=Path, help="write what came of it here, as Markdown")
     parser.add_argument("overrides", nargs="*", metavar="KEY.SUB=VALUE")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     asked.out.mkdir(parents=True, exist_ok=True)
-    overrides = [*(TO_THE_BIT if asked.deterministic else ()), *asked.overrides]
+    overrides = list(asked.overrides)
+    overrides[:0] = [*(TO_THE_BIT if asked.deterministic else ()), *([RECORDED] if asked.replay else ())]
     arguments = {
         "seed": asked.seed,
         "config": asked.config.name,
         "deterministic": asked.deterministic,
+        "replay": asked.replay,
         "overrides": overrides,
     }
     config = load_config(asked.config, [*overrides, f"run.dir={asked.out.resolve()}"])
@@ -268,7 +322,8 @@ def main() -> None:
     file = asked.out / "kills.json"
     records = Records.read(file, arguments)
     runs = Runs(asked.config, asked.out.resolve(), overrides, asked.timeout_s)
-    perform(records, file, runs, asked.kills, asked.undisturbed)
+    draws = Draws(asked.seed, asked.spread, config.rollout.groups_per_step)
+    perform(records, file, runs, draws, kills=asked.kills, undisturbed=asked.undisturbed)
     text = page(records)
     sys.stdout.write(text)
     if asked.page is not None:

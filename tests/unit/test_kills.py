@@ -18,7 +18,7 @@ from .controller_harness import config
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-from kills import PHASES, Moment, Records, Runs, draw  # noqa: E402
+from kills import PHASES, Draws, Moment, Records, Runs  # noqa: E402
 
 LOOP = """
 import sys, time
@@ -55,11 +55,17 @@ def test_a_phase_that_is_over_too_soon_is_not_killed_later(tmp_path: Path) -> No
 
 def test_the_moments_take_turns_and_depend_on_seed_and_number_alone() -> None:
     seconds = {phase: 2.0 for phase in PHASES}
-    moments = [draw(0, number, seconds) for number in range(100)]
+    draws = Draws(0, 3, groups_per_step=4)
+    moments = [draws.draw(number, seconds) for number in range(100)]
     assert Counter(moment.phase for moment in moments) == {phase: 20 for phase in PHASES}
-    assert all(0 <= moment.after_s < 2.0 and 1 <= moment.occurrence <= 3 for moment in moments)
-    assert [draw(0, number, seconds) for number in range(100)] == moments
-    assert [draw(1, number, seconds) for number in range(100)] != moments
+    assert all(0 <= moment.after_s < 2.0 for moment in moments)
+    occurrences = {phase: {m.occurrence for m in moments if m.phase == phase} for phase in PHASES}
+    assert occurrences["update"] == occurrences["checkpoint"] == {1, 2, 3}
+    assert occurrences["push"] == {2, 3, 4}  # the first is of the start-up, which is another phase
+    assert 4 < max(occurrences["rollout"]) <= 12
+    assert occurrences["start-up"] == {1}
+    assert [draws.draw(number, seconds) for number in range(100)] == moments
+    assert [Draws(1, 3, 4).draw(number, seconds) for number in range(100)] != moments
     assert Moment.parse(str(Moment("start-up", 1, 0.25))) == Moment("start-up", 1, 0.25)
 
 
