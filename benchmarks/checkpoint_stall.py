@@ -5,7 +5,8 @@
 - The run: ``asyncrl train`` with one rank, a checkpoint every other step, and small batches: its steps are
   shorter than the writing of a checkpoint, which is the worst case. ``timing_s/checkpoint`` is the time in
   which the learner stood still, for the copy of the state, or for the files of the checkpoint before.
-  Generators never stand still for one: tokens/s while files were being written are compared with the rest.
+  Generators never stand still for one: their tokens/s while they sample are compared with those of a run
+  without checkpoints, which tells what the writing takes from them.
 - ``torch.save``: float32 parameters and both of Adam's moments, to the same disk, with fsync.
 
 Takes about 5 minutes on 2 CPU cores, 8 GB of memory and 5 GB of disk.
@@ -61,6 +62,13 @@ def run(folder: Path, name: str, steps: int, every: int) -> list[dict[str, Any]]
     return [dict(line) for line in read_lines(folder / name) if line["step"] > EVERY]
 
 
+def sampling_rate(lines: list[dict[str, Any]]) -> float:
+    """Tokens a second of the time in which the generator sampled, over all steps."""
+    tokens = sum(line["generator/tokens_per_s"] * line["timing_s/step"] for line in lines)
+    busy_s = sum(line["perf/generator_busy"] * line["timing_s/step"] for line in lines)
+    return float(tokens / busy_s)
+
+
 def saved_plainly(parameters: int, folder: Path, times: int) -> list[float]:
     """Seconds of ``torch.save`` with fsync, of three float32 tensors of that many numbers."""
     state = {name: torch.randn(parameters) for name in ("parameters", "exp_avg", "exp_avg_sq")}
@@ -98,6 +106,10 @@ def main() -> None:
         "step_s": {
             "with": statistics.median(line["timing_s/step"] for line in with_checkpoints),
             "without": statistics.median(line["timing_s/step"] for line in without),
+        },
+        "generator_tokens_per_s": {
+            "with": sampling_rate(with_checkpoints),
+            "without": sampling_rate(without),
         },
         "wall_s": {
             "with": sum(line["timing_s/step"] for line in with_checkpoints),

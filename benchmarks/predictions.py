@@ -3,15 +3,15 @@
     python benchmarks/predictions.py [--steps 30] [--rounds 3] [--out docs/predictions.json]
     python benchmarks/predictions.py --report            the page, of what there is
 
-In each round all costs come from a synchronous and an overlapped run of configs/bench-cpu.yaml, measured as
-``asyncrl tune`` does, and right after them each target runs for real, synchronous and as it stands: what the
-machine does in the long run meets both the prediction and what it is compared with. Each target differs from
-the calibration in several of task, lengths, batch, slots and schedule. Of a target the simulation gets its
-config and the lengths of its prompts and answers (those of its synchronous run): how long they are is the
-workload, how long they take is predicted.
+In each round, and for each target, all costs come from a synchronous and an overlapped run of
+configs/bench-cpu.yaml, measured as ``asyncrl tune`` does, and right after them the target runs for real,
+synchronous and as it stands: what the machine does in the long run meets both the prediction and what it is
+compared with. Each target differs from the calibration in several of task, lengths, batch, slots and
+schedule. Of a target the simulation gets its config and the lengths of its prompts and answers (those of its
+synchronous run): how long they are is the workload, how long they take is predicted.
 
 Writes the figures and, beside them, a page. Started again, it makes the rounds that are missing. A round
-takes about 8 minutes on 2 quiet CPU cores.
+takes about 10 minutes on 2 quiet CPU cores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from asyncrl.bench.figures import Figures, Window, measure
 from asyncrl.bench.machine import describe_machine
-from asyncrl.bench.modes import MODES, overrides_of
+from asyncrl.bench.modes import MODES, as_overrides, of_steps, overrides_of
 from asyncrl.bench.runs import QUIET, claim_folder, measure_variants, train_once
 from asyncrl.config import Config
 from asyncrl.config_load import load_config
@@ -38,7 +38,7 @@ from asyncrl.tune.search import Candidate, Laboratory, current, with_lengths
 
 ROOT = Path(__file__).parent.parent
 CALIBRATION = ROOT / "configs" / "bench-cpu.yaml"
-CALIBRATION_STEPS = 25
+CALIBRATION_STEPS = 18
 WARM_UP = 5
 COUNTING = "data.train={{python: 'asyncrl.examples.counting:rows', args: {{count: 4000, sigma: {sigma}}}}}"
 CORES = ("generators.cpu_cores=[0]", "learner.cpu_cores=[1]")
@@ -73,10 +73,11 @@ log = logging.getLogger("predictions")
 
 def calibrate() -> Costs:
     """The costs of the calibration's config: a synchronous run, and one that shows what overlap costs."""
-    folder = claim_folder(load_config(CALIBRATION), "calibration")
+    config = load_config(CALIBRATION)
+    folder = claim_folder(config, "calibration")
     for mode in ("sync", "async"):
-        settings = [*QUIET, *MODES[mode], f"run.steps={CALIBRATION_STEPS}", "log.trace_mb=64"]
-        train_once(CALIBRATION, folder, mode, settings)
+        short = as_overrides(of_steps(CALIBRATION_STEPS, config))
+        train_once(CALIBRATION, folder, mode, [*QUIET, *MODES[mode], *short, "log.trace_mb=64"])
     costs = with_contention(measure_costs(read_run(folder / "sync")), read_run(folder / "async"))
     log.info("beside each other: update %.2f, token %.2f times", costs.update_beside, costs.token_beside)
     return costs
@@ -134,8 +135,8 @@ def page(document: dict[str, Any]) -> str:
         "",
         "What `asyncrl tune` and `asyncrl simulate` predict of configs that they were not calibrated on, by",
         "`benchmarks/predictions.py`. All costs are of one synchronous and one overlapped run of",
-        "`configs/bench-cpu.yaml`, made anew for each round, right before the real runs that they are",
-        "compared with; of each target the simulation knows the config, and how long prompts and answers of",
+        "`configs/bench-cpu.yaml`, made anew right before the real runs that they are compared with;",
+        "of each target the simulation knows the config, and how long prompts and answers of",
         "its synchronous run are.",
         "",
         f"Machine: {machine['processor']}, {machine['cores']} cores. {document['steps']} steps, "
@@ -188,9 +189,9 @@ def main() -> None:
 
 
 def measure_round(steps: int) -> dict[str, Any]:
-    costs = calibrate()
     found: dict[str, Any] = {}
     for name, (file, overrides) in TARGETS.items():
+        costs = calibrate()
         config = load_config(ROOT / "configs" / f"{file}.yaml", overrides)
         found[name] = compare(config, costs, steps)
         for mode in MODES:

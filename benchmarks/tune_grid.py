@@ -21,7 +21,7 @@ from typing import Any
 
 from asyncrl.bench.figures import Figures, Window
 from asyncrl.bench.machine import describe_machine
-from asyncrl.bench.modes import as_overrides
+from asyncrl.bench.modes import as_overrides, of_steps
 from asyncrl.bench.runs import QUIET, claim_folder, measure_variants, train_once
 from asyncrl.config_load import load_config
 from asyncrl.tune.search import Candidate
@@ -65,7 +65,8 @@ def main() -> None:
     folder = claim_folder(config, "grid")
     run = args.from_run
     if run is None:
-        train_once(CONFIG, folder, "calibration", [*QUIET, f"run.steps={CALIBRATION_STEPS}"])
+        short = as_overrides(of_steps(CALIBRATION_STEPS, config))
+        train_once(CONFIG, folder, "calibration", [*QUIET, *short])
         run = folder / "calibration"
     advised = advice(run, folder)
     settings = {name_of(candidate): candidate.settings(config) for candidate in GRID}

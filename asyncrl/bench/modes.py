@@ -34,6 +34,16 @@ def overrides_of(mode: str, config: Config) -> tuple[str, ...]:
     return (*_SYNCHRONOUS, *as_overrides(shared_devices(config)))
 
 
+def of_steps(steps: int, config: Config) -> dict[str, Any]:
+    """Settings under which ``config`` is ``steps`` (1 or more) long: warm-ups that do not fit end with it."""
+    settings: dict[str, Any] = {"run.steps": steps}
+    if config.learner.warmup_steps > steps:
+        settings["learner.warmup_steps"] = steps
+    if config.critic.warmup_steps >= steps:
+        settings["critic.warmup_steps"] = steps - 1
+    return settings
+
+
 def as_overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """``{"run.steps": 3}`` as ``("run.steps=3",)``."""
     return tuple(f"{key}={json.dumps(value)}" for key, value in settings.items())

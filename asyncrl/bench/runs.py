@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from asyncrl.bench.figures import Figures, Line, Window, measure
+from asyncrl.bench.modes import as_overrides, of_steps
 from asyncrl.bench.output import write_json
 from asyncrl.config import Config
 from asyncrl.config_load import dump_config
@@ -90,7 +91,7 @@ def measure_variants(
             name = f"{variant}-{repeat}"
             done = sum(map(len, figures.values()))
             log.info("run %d of %d: %s, %d steps", done + 1, count, name, window.total)
-            settings = [*QUIET, *overrides, f"run.steps={window.total}"]
+            settings = [*QUIET, *overrides, *as_overrides(of_steps(window.total, config))]
             train_once(config_file, folder, name, settings)
             found = measure(read_lines(folder / name), window)
             figures[variant].append(found)

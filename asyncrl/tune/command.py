@@ -13,7 +13,7 @@ from rich.table import Table
 
 from asyncrl.bench.comparison import Mode
 from asyncrl.bench.figures import Window
-from asyncrl.bench.modes import MODES, as_overrides
+from asyncrl.bench.modes import MODES, as_overrides, of_steps
 from asyncrl.bench.output import write_json
 from asyncrl.bench.runs import QUIET, Interrupted, claim_folder, measure_variants, train_once
 from asyncrl.config import Config
@@ -137,7 +137,7 @@ def _calibrate(config: Config) -> tuple[RecordedRun, RecordedRun]:
     file = folder / "tune.yaml"
     file.write_text(dump_config(config), encoding="utf-8")
     settings = {
-        "run.steps": _CALIBRATION_STEPS,
+        **of_steps(_CALIBRATION_STEPS, config),
         "log.trace_mb": max(64, config.log.trace_mb),
         "weight_sync.overlap": config.weight_sync.overlap,  # what copying out costs is to be seen
     }

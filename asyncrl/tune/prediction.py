@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl.bench.figures import Window, measure
-from asyncrl.bench.modes import as_overrides
+from asyncrl.bench.modes import as_overrides, of_steps
 from asyncrl.config_load import known_values, parse_config
 from asyncrl.errors import UsageError
 from asyncrl.recorded import RecordedRun
@@ -39,7 +39,8 @@ def predict_itself(run: RecordedRun, costs: Costs) -> Prediction:
         raise UsageError(f"found no config.yaml in {run.folder}; expected the one that the run wrote")
     done = len(run.steps)
     values = known_values(run.config)
-    config = parse_config(values, as_overrides({"run.steps": done}), name=f"{run.folder}/config.yaml")
+    name = f"{run.folder}/config.yaml"
+    config = parse_config(values, as_overrides(of_steps(done, parse_config(values, name=name))), name=name)
     warm_up, cool_down = warm_up_steps(run.steps), config.schedule.pipeline_depth + 1
     if done - warm_up - cool_down < 1:
         raise UsageError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.bench.figures import Figures, Window, measure
-from asyncrl.bench.modes import shared_devices
+from asyncrl.bench.modes import of_steps, shared_devices
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.simulate.run import simulate
@@ -139,7 +139,7 @@ class Laboratory:
 
     def simulation(self, candidate: Candidate, steps: int) -> SimulationConfig:
         """A run of ``steps`` steps, but for the lengths. ConfigError where the config cannot be run so."""
-        settings = {**candidate.settings(self.config), **_UNGUARDED, "run.steps": steps}
+        settings = {**candidate.settings(self.config), **_UNGUARDED, **of_steps(steps, self.config)}
         ranks = int(settings.get("learner.ranks", self.config.learner.ranks))
         values = {**merged(self._values, settings), "workload": self.costs.workload(ranks)}
         return parse_simulation(values, name=candidate.label)

@@ -1,4 +1,4 @@
-"""A short run of benchmarks/kills.py, which is for a hundred kills: a real overlapped run, killed in each phase."""
+"""A short run of benchmarks/kills.py, which is for a hundred kills."""
 
 from __future__ import annotations
 

@@ -8,7 +8,14 @@ import pytest
 
 from asyncrl.bench.comparison import Comparison, ideal_speedup
 from asyncrl.bench.figures import Figures, Window, measure
-from asyncrl.bench.modes import overrides_of, parse_modes, require_modes, require_overlap, shared_devices
+from asyncrl.bench.modes import (
+    of_steps,
+    overrides_of,
+    parse_modes,
+    require_modes,
+    require_overlap,
+    shared_devices,
+)
 from asyncrl.bench.table import conclusions
 from asyncrl.bench.verdict import judge
 from asyncrl.config import Config
@@ -210,6 +217,12 @@ def test_modes_are_names_each_once() -> None:
         parse_modes("sync,warp")
     with pytest.raises(UsageError, match="each mode once"):
         parse_modes("sync,sync")
+
+
+def test_a_shortened_config_ends_its_warm_ups_with_it() -> None:
+    found = of_steps(5, config("learner.warmup_steps=10", "critic.warmup_steps=5", "run.steps=100"))
+    assert found == {"run.steps": 5, "learner.warmup_steps": 5, "critic.warmup_steps": 4}
+    assert of_steps(5, config("learner.warmup_steps=5", "run.steps=100")) == {"run.steps": 5}
 
 
 def test_async_has_to_differ_from_sync() -> None:

@@ -32,7 +32,16 @@ from asyncrl.tune.command import advise, as_json, print_advice
 from asyncrl.tune.costs import Costs, measure_costs, with_contention
 from asyncrl.tune.prediction import predict_itself
 from asyncrl.tune.rates import Stay, fit_token_seconds
-from asyncrl.tune.search import Candidate, Laboratory, Outcome, as_yaml_block, pareto, recommended
+from asyncrl.tune.search import (
+    Candidate,
+    Laboratory,
+    Outcome,
+    as_yaml_block,
+    current,
+    explore,
+    pareto,
+    recommended,
+)
 from asyncrl.types import Group
 
 from .test_simulate import trajectory
@@ -274,6 +283,18 @@ def test_what_the_placement_refuses_is_no_candidate(costs: Costs) -> None:
     why_not = Laboratory(settings("learner.zero_stage=3"), costs).allows(colocated)
     assert why_not is not None
     assert "learner.zero_stage: found 3" in why_not
+
+
+def test_a_warm_up_longer_than_what_is_simulated_leaves_no_candidate_out(
+    costs: Costs, synchronous: Path
+) -> None:
+    long = settings("learner.warmup_steps=16")
+    assert Laboratory(long, costs).allows(current(long)) is None
+    assert explore(Laboratory(long, costs), lambda line: None, (0, 1))
+    run = read_run(synchronous)
+    longer = {"run": {"steps": 1000}, "learner": {"warmup_steps": 500}}
+    stopped = {**run.config, **{name: {**run.config[name], **block} for name, block in longer.items()}}
+    assert predict_itself(replace(run, config=stopped), costs).tokens_per_s > 0
 
 
 def test_the_command_refuses_what_it_cannot_tune(tmp_path: Path, synchronous: Path) -> None:
