@@ -129,7 +129,9 @@ def main() -> None:
     args = parser.parse_args()
     found = asyncio.run(measure(args.repeats))
     for name, seconds in found.items():
-        sys.stdout.write(f"{name:28} median {statistics.median(seconds):6.2f} s, most {max(seconds):6.2f} s\n")
+        sys.stdout.write(
+            f"{name:28} median {statistics.median(seconds):6.2f} s, most {max(seconds):6.2f} s\n"
+        )
     if args.json is not None:
         report = {"machine": describe_machine(), "timeout_s": TIMEOUT_S, "seconds": found}
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -23,6 +23,7 @@ from asyncrl.recorded import RecordedRun, read_run
 from asyncrl.tune.costs import Costs, measure_costs, with_contention
 from asyncrl.tune.prediction import Prediction, predict_itself
 from asyncrl.tune.search import (
+    COLOCATED_LOSS,
     DEPTHS,
     SEEDS,
     WORTHWHILE,
@@ -207,7 +208,7 @@ def print_advice(console: Console, advice: Advice, config: Config) -> None:
         candidate, (low, high) = outcome.candidate, outcome.spread
         is_choice = candidate == advice.choice.candidate
         is_present = candidate == advice.present.candidate
-        place = "colocated" if candidate.colocated else "split"
+        place = "colocated, at most" if candidate.colocated else "split"
         table.add_row(
             str(candidate.depth),
             str(candidate.staleness),
@@ -244,7 +245,10 @@ def confidence(advice: Advice) -> str:
     if advice.gain - 1 <= doubt:
         text += f" The gain is within what it may be wrong by ({doubt:.0%}): measure it with --verify."
     if choice.candidate.colocated:
-        text += " Colocated, both sides are taken to be faster in proportion to their devices: use --verify."
+        text += (
+            " Colocated, both sides are taken to be faster in proportion to their devices, of which "
+            f"{COLOCATED_LOSS:.0%} are not counted on: use --verify."
+        )
     return text
 
 

@@ -240,6 +240,17 @@ def test_the_front_is_what_no_other_beats_and_the_choice_the_least_lag_near_the_
     assert recommended([slow, outcome(1, 90, 1.0, 1), fast]) is fast, "10 % slower is too much"
 
 
+def test_a_fifth_of_what_colocated_is_predicted_to_do_is_not_counted_on() -> None:
+    def colocated(tokens_per_s: float) -> Outcome:
+        return Outcome(Candidate(0, 0, 1, 8, colocated=True), (figures(tokens_per_s, 0.0, 0),))
+
+    split, hopeful, sure = outcome(1, 100, 1.0, 1), colocated(110), colocated(126)
+    assert pareto([split, hopeful]) == [split, hopeful]
+    assert recommended([split, hopeful]) is split
+    assert pareto([split, sure]) == [sure]
+    assert recommended([split, sure]) is sure
+
+
 def test_advice_beats_the_config_as_it_stands(synchronous: Path, costs: Costs) -> None:
     config = settings("schedule.pipeline_depth=0", "schedule.max_staleness=0")
     advice = advise(config, read_run(synchronous), costs, depths=(0, 1, 2))
