@@ -8,8 +8,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from asyncrl.turns import ColocatedTurns, NoTurns, Turns
 from asyncrl.types import Metrics, ReadyGroup
 from asyncrl.weight_sync.publish import WeightPublisher
 from asyncrl.weight_sync.relabel import RelabelPublisher
+
+_OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 
 @dataclass(slots=True)
@@ -85,7 +89,8 @@ def simulate(config: SimulationConfig, *, out: Path | None = None) -> SimulatedR
     recorder = Recorder(files=files)
     before = time.process_time()
     try:
-        summary = run_virtual(run_simulated(config, recorder, None if files is None else files.timeline))
+        with rare_collections():
+            summary = run_virtual(run_simulated(config, recorder, None if files is None else files.timeline))
     finally:
         if files is not None:
             files.close()
@@ -93,6 +98,17 @@ def simulate(config: SimulationConfig, *, out: Path | None = None) -> SimulatedR
     counts = summary.counts
     groups = sum(counts[state] for state in ("trained", "filtered", "dropped", "failed"))
     return SimulatedRun(summary, recorder.lines, groups * config.rollout.group_size, cpu_s)
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Look for cycles less often: of all that lives long here, looking took a fifth of the time."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], _OBJECTS_BETWEEN_COLLECTIONS), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 async def run_simulated(config: SimulationConfig, observer: Observer, timeline: Timeline | None) -> Summary:

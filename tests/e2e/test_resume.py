@@ -79,7 +79,7 @@ def test_a_controller_killed_in_a_checkpoint_goes_on_with_equal_bits(folder: Pat
     wait_until(
         killed,
         "a checkpoint being written",
-        lambda run: bool(steps := steps_on_disk(run)) and steps[-1] >= (1 if is_writing(run) else 2),
+        lambda: bool(steps := steps_on_disk(killed)) and steps[-1] >= (1 if is_writing(killed) else 2),
     )
     kill(killed)
     run = finish(folder, *SYNC, name="killed")
