@@ -104,10 +104,14 @@ class RunFolder:
             self._submit(self._write_rollouts, step, [group.payload for group in groups])
 
     async def on_disk(self) -> None:
-        """Return once all lines that were handed over so far outlast a power cut. Raises OSError."""
+        """Return once all lines that were handed over so far outlast a power cut.
+
+        Raises OSError, or the first failed write.
+        """
         await asyncio.to_thread(self._thread.submit(self._sync).result)
 
     def _sync(self) -> None:
+        self.check()  # or a line may be missing that was lost before
         for file in (self._metrics, self._ledger):
             file.flush()
             os.fsync(file.fileno())

@@ -177,6 +177,8 @@ def _rolled_back(
     records = config.run.rollout_only
     left = config.run.steps - (state.step if records else state.version)
     last = left <= 0
+    # First: the checkpoints that stay when this is cut short have the lines that they need.
+    store.set_aside(after=state.step)
     # Where no learner is, the last line waits for nothing.
     kept = roll_back(
         folder / "metrics.jsonl", lambda line: _is_through(state, line, last=last and not records)
@@ -187,7 +189,6 @@ def _rolled_back(
     if elsewhere:
         state = replace(state, inherited=sum(state.frontier.final_counts.values()))
     _require_whole_ledger(state, ends, folder / "ledger.jsonl")
-    store.set_aside(after=state.step)
     ready = found.ready
     if ready and is_sampled_anew(changed):
         log.info("%d ready groups were sampled under another config: they are issued again", len(ready))

@@ -151,6 +151,7 @@ class CheckpointStore:
                 if target.exists():
                     shutil.rmtree(target)
                 folder.rename(target)
+                sync_folder(self.folder)
                 log.warning("%s was rolled back, and is now %s", folder, target.name)
         best = self.best()
         if best is not None and best.step > after:
@@ -180,6 +181,8 @@ class CheckpointStore:
         return sorted(int(name[1]) for name in names if name is not None)
 
     def _remove(self, folder: Path) -> None:
-        # Its manifest first: a checkpoint that is removed halfway is none.
-        (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        # Under another name first: one that is removed halfway is no checkpoint, and goes at the next start.
+        part = folder.with_name(f".{folder.name}{_PART}{secrets.token_hex(4)}")
+        folder.rename(part)
+        sync_folder(self.folder)
+        shutil.rmtree(part)

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 KILLS = 5
 
 
-def test_an_overlapped_run_killed_in_each_phase_trains_as_a_learner_that_nobody_killed(
+def test_an_overlapped_run_killed_in_each_phase_trains_as_one_that_is_not(
     tmp_path: Path,
 ) -> None:
     """Every prompt once, and the bits that an undisturbed learner makes of the same batches."""

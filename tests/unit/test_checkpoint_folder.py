@@ -127,6 +127,26 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert store.steps() == [6]
 
 
+def test_one_whose_removal_was_cut_short_is_none_and_goes_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for step in (1, 2):
+        save(store, step)
+
+    def cut_short(path: Path) -> None:
+        raise OSError("cut short")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncrl.checkpoint.store.shutil.rmtree", cut_short)
+        with pytest.raises(OSError, match="cut short"):
+            store.prune(1)
+    assert store.steps() == [2]
+    again = CheckpointStore(tmp_path / "checkpoints")
+    again.clear_parts()
+    assert [path.name for path in again.folder.iterdir()] == ["step_2"]
+
+
 def test_weights_alone_are_no_checkpoint_and_stay_while_they_are_wanted(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     for step in (1, 2, 3):

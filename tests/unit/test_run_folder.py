@@ -46,6 +46,18 @@ def test_every_line_is_in_metrics_jsonl_and_its_numbers_in_tensorboard(tmp_path:
     assert [(e.step, e.value) for e in board.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
 
 
+async def test_lines_are_not_called_safe_after_a_write_that_failed(tmp_path: Path) -> None:
+    """Or a checkpoint would be sealed over a line that was lost."""
+    (tmp_path / "rollouts").write_text("in the way")
+    files = RunFolder(tmp_path, resolve=list, rollouts_every=1)
+    files.trained(1, [])
+    files.metrics(LINES[0])
+    with pytest.raises(OSError, match="rollouts"):
+        await files.on_disk()
+    with pytest.raises(OSError, match="rollouts"):
+        files.close()
+
+
 def test_steps_that_a_resume_takes_back_are_not_shown_twice(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
