@@ -111,7 +111,7 @@ class RunFolder:
         await asyncio.to_thread(self._thread.submit(self._sync).result)
 
     def _sync(self) -> None:
-        self.check()  # or a line may be missing that was lost before
+        self.check()  # a line that was lost before is not on disk either
         for file in (self._metrics, self._ledger):
             file.flush()
             os.fsync(file.fileno())

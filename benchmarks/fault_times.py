@@ -29,6 +29,7 @@ from asyncrl.errors import EnvironmentFaultError, RewardError
 from asyncrl.rewards.pool import RewardPool
 
 TIMEOUT_S = 1.0
+DEADLINE_S = 60.0
 MEMORY_MB = 1000
 USER_CODE = """
 import os
@@ -98,19 +99,29 @@ async def environments(folder: Path, repeats: int) -> dict[str, list[float]]:
 async def times(
     repeats: int, strike: Callable[[], Awaitable[object]], call: Callable[[str], Awaitable[object]]
 ) -> list[float]:
-    """From a fault until a call is answered again; calls that fail meanwhile are made again."""
+    """From a fault until a call is answered again; calls that fail meanwhile are made again.
+
+    TimeoutError where none is within ``DEADLINE_S``.
+    """
     found = []
     for _ in range(repeats):
         await call("")
         begun = time.perf_counter()
         with contextlib.suppress(RewardError, EnvironmentFaultError):
             await strike()
-        while True:
-            with contextlib.suppress(RewardError, EnvironmentFaultError):
-                await call("")
-                break
+        async with asyncio.timeout(DEADLINE_S):
+            while not await answers(call):
+                pass
         found.append(round(time.perf_counter() - begun, 3))
     return found
+
+
+async def answers(call: Callable[[str], Awaitable[object]]) -> bool:
+    try:
+        await call("")
+    except (RewardError, EnvironmentFaultError):
+        return False
+    return True
 
 
 async def measure(repeats: int) -> dict[str, list[float]]:

@@ -27,6 +27,7 @@ import random
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -57,7 +58,7 @@ class Records:
     undisturbed: list[dict[str, Any]] = field(default_factory=list)
     """How the runs end that nobody kills, and ``seconds`` by phase."""
     kills: list[dict[str, Any]] = field(default_factory=list)
-    """Of each: number, run, what was asked for, and the phase and second in which it came."""
+    """Of each: number, run, spread, what was asked for, and the phase and second in which it came."""
     runs: list[dict[str, Any]] = field(default_factory=list)
     """How those that were killed ended."""
 
@@ -235,7 +236,8 @@ def perform(records: Records, file: Path, runs: Runs, draws: Draws, *, kills: in
             log.info("%s came to its end as it should: %s", name, ended)
         else:
             phase, after_s = life.killed["phase"], life.killed["after_s"]
-            kill = {"number": number, "run": name, "asked": str(moment), "phase": phase, "after_s": after_s}
+            kill = {"number": number, "run": name, "spread": draws.spread, "asked": str(moment)}
+            kill |= {"phase": phase, "after_s": after_s}
             records.kills.append({**kill, "training_s": life.training_s})
             log.info("kill %d of %d: %s in its %s", number + 1, kills, name, phase)
         records.write(file)
@@ -246,6 +248,11 @@ def report(records: Records) -> str:
     lines = ["| phase | kills |", "| --- | --- |"]
     for phase in PHASES:
         lines.append(f"| {phase} | {sum(kill['phase'] == phase for kill in records.kills)} |")
+    for spread, count in sorted(Counter(kill["spread"] for kill in records.kills).items()):
+        lines += ["", f"{count} of them came within {spread} steps of a start."]
+    first = sum(kill["phase"] == "push" and kill["training_s"] is None for kill in records.kills)
+    if first:
+        lines += ["", f"{first} of the pushes were those that a start begins with."]
     starts = [kill["training_s"] for kill in records.kills if kill["training_s"] is not None]
     if starts:
         lines += ["", f"From a start to the first update: {statistics.median(starts):.1f} s (median)."]
@@ -269,9 +276,9 @@ def page(records: Records) -> str:
         [
             "# A run that is killed again and again",
             "",
-            f"`python benchmarks/kills.py --kills {len(records.kills)} --seed {asked['seed']}{flags}`, over",
-            f"`configs/{asked['config']}` with",
-            f"{', '.join(asked['overrides']) or 'no other settings'};",
+            f"`python benchmarks/kills.py --kills {len(records.kills)} "
+            f"--undisturbed {len(records.undisturbed)} --seed {asked['seed']}{flags}`,",
+            f"over `configs/{asked['config']}` with {', '.join(asked['overrides']) or 'no other settings'};",
             f"{machine['processor']}, {machine['cores']} cores. Every ordinal was retired exactly once,",
             "every step has one line, and no lag was beyond the bound.",
             "",
@@ -307,8 +314,9 @@ def main() -> None:
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     asked.out.mkdir(parents=True, exist_ok=True)
-    overrides = list(asked.overrides)
-    overrides[:0] = [*(TO_THE_BIT if asked.deterministic else ()), *([RECORDED] if asked.replay else ())]
+    overrides = [*TO_THE_BIT] if asked.deterministic else []
+    overrides += [RECORDED] if asked.replay else []
+    overrides += asked.overrides
     arguments = {
         "seed": asked.seed,
         "config": asked.config.name,

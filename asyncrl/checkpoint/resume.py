@@ -177,7 +177,7 @@ def _rolled_back(
     records = config.run.rollout_only
     left = config.run.steps - (state.step if records else state.version)
     last = left <= 0
-    # First: the checkpoints that stay when this is cut short have the lines that they need.
+    # First: where this is cut short, no later checkpoint is left whose lines are gone.
     store.set_aside(after=state.step)
     # Where no learner is, the last line waits for nothing.
     kept = roll_back(

@@ -149,6 +149,8 @@ def with_contention(costs: Costs, overlapped: RecordedRun) -> Costs:
     alone = sum(
         costs.update_s + costs.update_token_s * tokens for tokens in _update_tokens(timed, costs.padded)
     )
+    if not alone:
+        raise UsageError(f"found no update in {overlapped.folder}; expected some to measure contention by")
     tokens = _tokens_took(overlapped, timed, costs.token_s)
     return replace(
         costs,

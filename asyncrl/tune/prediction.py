@@ -40,7 +40,8 @@ def predict_itself(run: RecordedRun, costs: Costs) -> Prediction:
     done = len(run.steps)
     values = known_values(run.config)
     name = f"{run.folder}/config.yaml"
-    config = parse_config(values, as_overrides(of_steps(done, parse_config(values, name=name))), name=name)
+    whole = parse_config(values, name=name)
+    config = parse_config(values, as_overrides(of_steps(done, whole)), name=name)
     warm_up, cool_down = warm_up_steps(run.steps), config.schedule.pipeline_depth + 1
     if done - warm_up - cool_down < 1:
         raise UsageError(

@@ -30,7 +30,7 @@ WORTHWHILE = 0.02
 """Share of the best speed that is given up for less lag."""
 COLOCATED_LOSS = 0.2
 """Share of a colocated schedule's predicted speed that is not counted on. It is predicted as if devices added
-up; a quickstart on two cores came to 19 % less."""
+up; the one that was measured, a quickstart on two cores, came to 20 % less."""
 _FEW_PUSHES = 0.02
 """Share of a step that pushes have to take before fewer of them are tried."""
 

@@ -13,9 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 KILLS = 5
 
 
-def test_an_overlapped_run_killed_in_each_phase_trains_as_one_that_is_not(
-    tmp_path: Path,
-) -> None:
+def test_an_overlapped_run_killed_in_each_phase_trains_as_one_that_is_not(tmp_path: Path) -> None:
     """Every prompt once, and the bits that an undisturbed learner makes of the same batches."""
     file = tmp_path / "tiny.yaml"
     file.write_text(TINY)
@@ -27,5 +25,5 @@ def test_an_overlapped_run_killed_in_each_phase_trains_as_one_that_is_not(
     report = json.loads((tmp_path / "kills.json").read_text())
     phases = [kill["phase"] for kill in report["kills"]]
     assert phases == ["start-up", "rollout", "update", "push", "checkpoint"]
-    for run in report["runs"]:
-        assert run["replayed"] == run["checksum"]
+    assert report["runs"]
+    assert [run["replayed"] for run in report["runs"]] == [run["checksum"] for run in report["runs"]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from asyncrl.checkpoint.compatibility import Origin
 from asyncrl.checkpoint.manifest import verify
 from asyncrl.checkpoint.resume import Resumed, prepare
+from asyncrl.checkpoint.rollback import Line, roll_back
 from asyncrl.checkpoint.saver import Saver
 from asyncrl.checkpoint.store import Best, CheckpointStore
 from asyncrl.config import Config
@@ -393,6 +395,29 @@ def test_a_path_to_an_earlier_checkpoint_of_the_same_run_sets_later_ones_aside(t
     assert store.steps() == [0, 1, 2, 3, 4, 5]
     assert (store.folder / "step_4.rolled_back").is_dir()
     assert_one_history(back)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
+def test_a_run_killed_while_it_goes_back_goes_on_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Once with no line moved yet, and once between the two files."""
+    config = config_in(tmp_path, "run.steps=5", "checkpoint.keep_last=9")
+    leg(config)
+    store = CheckpointStore(config.run.folder / "checkpoints")
+
+    def cut_short(path: Path, keep: Callable[[Line], bool]) -> list[Line]:
+        if path.name == name:
+            raise KeyboardInterrupt
+        return roll_back(path, keep)
+
+    back = config_in(tmp_path, "run.steps=5", f"checkpoint.resume={store.path(2)}", "checkpoint.keep_last=9")
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncrl.checkpoint.resume.roll_back", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(back, OF)
+    assert leg(config).learner.batches[0].version == 2
+    assert_one_history(config)
 
 
 def test_the_best_evaluation_keeps_its_weights(tmp_path: Path) -> None:
