@@ -321,7 +321,11 @@ class Controller:
         required: bool = False,
     ) -> None:
         """Take a checkpoint of now, between two updates, unless there is one of this step."""
-        if self._saver is None or self._saver.last_step == self._groups.step:
+        if self._saver is None:
+            return
+        if required:
+            await self._saver.written()  # it may be of this step, and fail
+        if self._saver.last_step == self._groups.step:
             return
         start = now()
         async with self._pushes.reference_turn():

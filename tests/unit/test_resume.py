@@ -564,3 +564,22 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert "the checkpoint of step 2 could not be written: [Errno 28] No space left on device" in caplog.text
     assert not [p for p in (config.run.folder / "checkpoints").iterdir() if "part" in p.name]
     assert_one_history(config)
+
+
+def test_a_signals_checkpoint_is_made_again_where_the_one_under_way_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_in(tmp_path, "run.steps=9", "eval.every=0")
+    write, failed = ScriptedLearner.write_state, set()
+
+    async def write_state(self: ScriptedLearner, folder: Path) -> Any:
+        await asyncio.sleep(0.25)
+        if self._copied_state and self._copied_state not in failed:
+            failed.add(self._copied_state)
+            raise OSError(28, "No space left on device")
+        return await write(self, folder)
+
+    monkeypatch.setattr(ScriptedLearner, "write_state", write_state)
+    leg(config, stop_at_step=2)
+    stopped_at = lines(config, "metrics.jsonl")[-1]["step"]
+    assert CheckpointStore(config.run.folder / "checkpoints").steps()[-1] == stopped_at
