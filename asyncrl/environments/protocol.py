@@ -9,9 +9,13 @@
 
         def step(self, message):                              # {"role": "assistant", "content": ...}
             guess = int(message["content"])
-            if guess == self.secret:
-                return {"done": True, "reward": 1.0}
+            self.left -= 1
+            if guess == self.secret or not self.left:
+                return {"done": True, "reward": float(guess == self.secret)}
             return "higher" if guess < self.secret else "lower"
+
+        def finish(self, reason):                             # "stop", or "length" where a budget ended it
+            return 0.0 if reason == "length" else None        # None: what was said before counts
 
 One object is made for each trajectory, in a worker process; ``reset`` is called once, then ``step`` with each
 of the model's messages, on one thread. If there are such methods, ``finish`` is called once after the last

@@ -51,8 +51,9 @@ class Calculator:
     def reset(self, task: Mapping[str, Any]) -> None:
         self._answer = str(task["answer"])
 
-    def step(self, message: Mapping[str, str]) -> str | dict[str, Any]:
+    def step(self, message: Mapping[str, str]) -> dict[str, Any]:
         result = calculate(message["content"])
         if result is not None:
-            return f"={result}#"
+            # Nothing is won yet; max_turns may end it here, and a trajectory without a reward is a failure.
+            return {"done": False, "observation": f"={result}#", "reward": 0.0}
         return {"done": True, "reward": float(message["content"] == self._answer)}

@@ -98,7 +98,8 @@ class NoFunctions:
         if self._needs_environment and ENVIRONMENT not in result.rewards:
             raise RewardValueError(
                 f"{task.uid}: found no reward from the environment, and no function that could give one; "
-                'expected a number with its last step, as {"done": True, "reward": 1.0}'
+                'expected a number with its last step, as {"done": True, "reward": 1.0}; where a budget may '
+                "end it before, give one with each step (the last counts), or return it from finish(reason)"
             )
         return _with_environment(Score(0.0), result, self._environment_weight)
 

@@ -10,6 +10,7 @@ import reasoning_gym
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.environments.protocol import as_step
 from asyncrl.examples import addition, calculator, chain_sum, counting, gsm8k, guessing
 from asyncrl.rewards.builtin import last_number
 
@@ -140,6 +141,15 @@ def test_chain_sum_works_through_the_library_s_own_questions() -> None:
     assert rows[0]["answer"] != chain_sum.rows(count=1, seed=3)[0]["answer"]
 
 
+def test_a_calculator_that_is_asked_in_every_turn_earns_nothing_rather_than_no_reward() -> None:
+    game = calculator.Calculator()
+    game.reset(calculator.rows(count=1)[0])
+    for _ in range(2):
+        step = as_step(game.step({"role": "assistant", "content": "[37*48]"}))
+        assert (step.done, step.reward) == (False, 0.0)
+        assert step.messages[0]["content"] == "=1776#"
+
+
 def test_a_calculator_row_played_as_its_solution_shows_earns_the_reward() -> None:
     rows = calculator.rows(digits=2, count=200, seed=1)
     assert len({row["question"] for row in rows}) == len(rows) == 200
@@ -147,7 +157,7 @@ def test_a_calculator_row_played_as_its_solution_shows_earns_the_reward() -> Non
         call, rest = row["solution"][: row["solution"].index("]") + 1], row["solution"].partition("#")[2]
         game = calculator.Calculator()
         game.reset(row)
-        observation = game.step({"role": "assistant", "content": call})
+        observation = game.step({"role": "assistant", "content": call})["observation"]
         assert f"{call}{observation}{rest}" == row["solution"]
         assert game.step({"role": "assistant", "content": rest}) == {"done": True, "reward": 1.0}
         assert game.step({"role": "assistant", "content": f"{rest}0"}) == {"done": True, "reward": 0.0}
