@@ -5,12 +5,13 @@ Invariants:
   its tokens is older than its first start, so that its expiry bounds the lag of old and new ones alike.
 - Where nothing is left of it, it starts from nothing, and from the version of now.
 - The last of ``rollout.max_attempts`` runs with no other group beside it: what dies of it then is its doing.
+- A prompt of which they died is not handed to a generator again, in no later epoch either.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from asyncrl.config import Config
@@ -46,10 +47,20 @@ class PoisonedGroupError(GeneratorError):
 
 
 class Attempts:
-    """Has groups made by ``source``. ``reissue``: admits an ordinal anew, and says from which version."""
+    """Has groups made by ``source``.
+
+    ``reissue``: admits an ordinal anew, and says from which version. ``poisoned``: the prompts that are not
+    tried again, by uid, each with the reason; those that show themselves to be so are added.
+    """
 
     def __init__(
-        self, config: Config, source: GroupSource, *, reissue: Callable[[int], int], greedy_baseline: bool
+        self,
+        config: Config,
+        source: GroupSource,
+        *,
+        reissue: Callable[[int], int],
+        greedy_baseline: bool,
+        poisoned: MutableMapping[str, str],
     ) -> None:
         rollout = config.rollout
         self._settings = rollout
@@ -57,6 +68,7 @@ class Attempts:
         self._source = source
         self._reissue = reissue
         self._greedy_baseline = greedy_baseline
+        self._poisoned = poisoned
         self._limit_s = rollout.deadline_s + config.reward.timeout_s + _GRACE_S
         self._sampling = SamplingParams(
             max_new_tokens=rollout.max_new_tokens,
@@ -69,9 +81,11 @@ class Attempts:
     async def run(self, running: Running, start_version: int) -> tuple[GroupMeta, Any] | None:
         """The group, and a handle to its payload; None where no generator is left: the run ends.
 
-        Raises PoisonedGroupError once as many replicas died of it as may.
+        Raises PoisonedGroupError once as many replicas died of it as may, and from then on at once.
         """
         settings, task = self._settings, running.task
+        if task.uid in self._poisoned:
+            raise PoisonedGroupError(f"not tried again: {self._poisoned[task.uid]}")
         deaths: list[str] = []
         salvage: Salvage | None = None
         while True:
@@ -93,7 +107,8 @@ class Attempts:
                 deaths.append(str(error))
                 log.warning("try %d of %s failed: %s", running.attempt, task.uid, error)
                 if len(deaths) >= settings.max_attempts:
-                    raise PoisonedGroupError(_poisoned(task.uid, deaths)) from error
+                    self._poisoned[task.uid] = _poisoned(task.uid, deaths)
+                    raise PoisonedGroupError(self._poisoned[task.uid]) from error
                 salvage = error.salvage
             except NoGeneratorError:
                 return None

@@ -143,6 +143,7 @@ class Controller:
             source or pool,
             reissue=lambda ordinal: self.budget.reissue(ordinal).start_version,
             greedy_baseline=self._credit.needs_greedy,
+            poisoned=self._books.poisoned,
         )
         self._pushes = Pushes(
             config,
@@ -307,6 +308,11 @@ class Controller:
             self._times.add_to(lines[-1])
         # Not before: a run that is stopped during the evaluation has it when it is started again.
         for record in lines:
+            of = int(record["policy_version"])
+            if "eval/reward_mean" not in record and self._pushes.is_evaluated(of):
+                log.warning(
+                    "version %d has no evaluation: the run ended in it, and is at %d now", of, version
+                )
             self._lines.add(record)
         return result if resumed is None or (result and not version) else resumed.first_evaluation
 

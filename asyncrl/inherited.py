@@ -1,11 +1,14 @@
-"""Environment variables that the processes of a run inherit, set before the first of them starts.
+"""What the processes of a run inherit, set before the first of them starts: environment variables, a umask.
 
-What the user has set stays as it is.
+Invariants:
+- Variables that the user has set stay as they are.
+- Nothing that a run writes can be written by everybody, whatever umask it is started under.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 
 _VARIABLES = {
     # No usage reports, no bars between the lines of the log.
@@ -26,3 +29,8 @@ def set_inherited() -> None:
     """Set them in this process's environment, from which its children take theirs."""
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
+
+
+def close_to_others() -> None:
+    """Have what this process and its children make be writable by owner and group at most."""
+    os.umask(os.umask(0o077) | stat.S_IWOTH)

@@ -147,7 +147,9 @@ def train(config: Config, signals: StopSignals) -> int:
 
 
 def from_own(config: Config) -> Config:
-    """The config that goes on from the checkpoints of its own folder, wherever the run began."""
+    """The config that goes on from the checkpoints of its own folder, though the run was to begin anew."""
+    if config.checkpoint.resume != "never":
+        return config
     checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
     return config.model_copy(update={"checkpoint": checkpoint})
 

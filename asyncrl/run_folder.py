@@ -18,8 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from asyncrl.checkpoint.files import make_folder, sync_folder
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.inherited import close_to_others
 from asyncrl.ledger import Retired
 from asyncrl.queues.codec import append_record
 from asyncrl.timeline import EventTimeline, NoTimeline, Timeline
@@ -30,13 +32,15 @@ from asyncrl.types import Metrics, ReadyGroup
 
 @contextmanager
 def claimed(config: Config) -> Iterator[Path]:
-    """The run's folder, made where it is not there, for this process alone until the block is left.
+    """The run's folder, made where it is not there, for this process alone until the block is left. What is
+    written in it from here on can be written by owner and group at most.
 
     Raises ConfigError if it cannot be had. Whether what is in it can be gone on from is not its business.
     """
     folder = config.run.folder
+    close_to_others()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         lock = (folder / ".lock").open("ab")
     except OSError as error:
         raise ConfigError(
@@ -74,6 +78,7 @@ class RunFolder:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="run folder")
         self._metrics: TextIO = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._ledger: TextIO = (folder / "ledger.jsonl").open("a", encoding="utf-8")
+        sync_folder(folder)
         self._trackers: list[Tracker] = []
         self._failure: BaseException | None = None
         self.timeline: Timeline = NoTimeline()
@@ -158,7 +163,7 @@ class RunFolder:
 
     def _write_rollouts(self, step: int, payloads: Sequence[Any]) -> None:
         folder = self.folder / "rollouts"
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         part = folder / f"step_{step:06d}.msgpack.part"
         with part.open("wb") as file:
             for payload in self._resolve(payloads):
@@ -166,3 +171,4 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, part.with_suffix(""))
+        sync_folder(folder)

@@ -2,9 +2,10 @@
 
     python benchmarks/chaos.py --minutes 30 --seed 0 --out runs/chaos
     python benchmarks/chaos.py --config mine.yaml --minutes 5 generators.replicas=2
+    python benchmarks/chaos.py --each --only "Ray's head killed" "controller killed"
 
 ``asyncrl train`` runs with a checkpoint every few steps. Every few seconds something is done to it, drawn
-from ``--seed``: a generator, a reward worker, the learner or the controller is killed or stopped for a while,
+from ``--seed`` (with ``--each``, every one once, in the order given): a generator, a reward worker, the learner or the controller is killed or stopped for a while,
 a generator gets no more memory, all of the run stands still for a minute, Ray's node or head is killed, or a
 signal asks the run to end. Whenever the run has ended, it is started again. After the time is over it is left
 alone until it has come to its end.
@@ -289,23 +290,28 @@ def controller_memory(run: Run) -> list[dict[str, float]]:
 
 
 def perform(
-    run: Run, minutes: float, chance: random.Random, most_s: float, names: Sequence[str]
+    run: Run, minutes: float, chance: random.Random, most_s: float, names: Sequence[str], each: bool
 ) -> dict[str, Any]:
-    """Faults of ``names``, from the first steps on; each with its seconds until the next steps."""
+    """Faults of ``names``, from the first steps on; each with its seconds until the next steps.
+
+    ``each``: every one once, in their order; else at random, for so many minutes.
+    """
     faults: list[dict[str, Any]] = []
     memory: list[dict[str, float]] = []
     run.start()
     recover(run)
     began = time.monotonic()
-    while not faults or time.monotonic() - began < 60 * minutes:
+    while len(faults) < len(names) if each else not faults or time.monotonic() - began < 60 * minutes:
         time.sleep(chance.uniform(1.0, most_s))
         if run.exit_code is not None:  # of the last fault, after the steps that were waited for
             recover(run)
-        name = chance.choice(names)
+        name = names[len(faults)] if each else chance.choice(names)
         step = run.step()
         memory += controller_memory(run)
         found = FAULTS[name](run, chance) if run.exit_code is None else None
         if found is None:
+            if each:
+                raise SystemExit(f"{name}: there is nobody to do it to")
             continue
         log.info("%.0f s, step %d: %s (%s)", time.monotonic() - began, step, name, found)
         seconds, starts = recover(run, ended=name in ENDS_THE_RUN)
@@ -384,6 +390,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most-s", type=float, default=20.0, help="longest time between two faults")
     parser.add_argument("--only", nargs="+", choices=tuple(FAULTS), default=tuple(FAULTS), metavar="FAULT")
+    parser.add_argument("--each", action="store_true", help="each of them once, and none after that")
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"))
     parser.add_argument("--page", type=Path, help="write what came of it here, as Markdown")
     parser.add_argument("overrides", nargs="*", metavar="KEY.SUB=VALUE")
@@ -395,7 +402,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     run = Run(asked.config, out, asked.overrides)
     try:
-        report = perform(run, asked.minutes, random.Random(asked.seed), asked.most_s, asked.only)
+        report = perform(run, asked.minutes, random.Random(asked.seed), asked.most_s, asked.only, asked.each)
         report |= {
             "machine": describe_machine(),
             "minutes": asked.minutes,

@@ -3,15 +3,17 @@
     python benchmarks/predictions.py [--steps 30] [--rounds 3] [--out docs/predictions.json]
     python benchmarks/predictions.py --report            the page, of what there is
 
-In each round, and for each target, all costs come from a synchronous and an overlapped run of
-configs/bench-cpu.yaml, measured as ``asyncrl tune`` does, and right after them the target runs for real,
-synchronous and as it stands: what the machine does in the long run meets both the prediction and what it is
-compared with. Each target differs from the calibration in several of task, lengths, batch, slots and
-schedule. Of a target the simulation gets its config and the lengths of its prompts and answers (those of its
-synchronous run): how long they are is the workload, how long they take is predicted.
+In each round, all costs come from synchronous and overlapped runs of configs/bench-cpu.yaml, measured as
+``asyncrl tune`` does. Between two such calibrations a target runs for real, synchronous and as it stands, and
+what is predicted of it is the mean of what follows from the one before and from the one after: how fast the
+machine is changes within minutes, and meets both the prediction and what it is compared with.
+
+Each target differs from the calibration in several of task, lengths, batch, slots and schedule. Of a target
+the simulation gets its config and the lengths of its prompts and answers (those of its synchronous run): how
+long they are is the workload, how long they take is predicted.
 
 Writes the figures and, beside them, a page. Started again, it makes the rounds that are missing. A round
-takes about 10 minutes on 2 quiet CPU cores.
+takes about 12 minutes on 2 quiet CPU cores.
 """
 
 from __future__ import annotations
@@ -83,23 +85,31 @@ def calibrate() -> Costs:
     return costs
 
 
-def compare(config: Config, costs: Costs, steps: int) -> dict[str, Any]:
-    """One target by mode: the figures of a real run, and the simulation's."""
+def run_for_real(config: Config, steps: int) -> dict[str, Any]:
+    """The figures of a target by mode, and what its synchronous run cost."""
     folder = claim_folder(config, "prediction")
     window = Window(WARM_UP, steps, config.schedule.pipeline_depth + 1)
     variants = {mode: (*overrides_of(mode, config), "log.trace_mb=64") for mode in MODES}
     real = measure_variants(config, variants, window, repeats=1, folder=folder, config_name="target")
-    own = measure_costs(read_run(folder / "sync-0"))
+    figures = {mode: shown(found) for mode, (found,) in real.items()}
+    return {"figures": figures, "own": measure_costs(read_run(folder / "sync-0"))}
+
+
+def predict(config: Config, costs: Costs, own: Costs, steps: int) -> dict[str, Any]:
+    """The figures of a target by mode, simulated with ``costs`` and the lengths of its ``own`` run."""
+    window = Window(WARM_UP, steps, config.schedule.pipeline_depth + 1)
     laboratory = Laboratory(config, replace(costs, lengths=own.lengths, prompt_tokens=own.prompt_tokens))
     slots = config.generators.slots
     candidates = {"sync": replace(SYNCHRONOUS, slots=slots), "async": current(config)}
-    found: dict[str, Any] = {}
-    for mode, candidate in candidates.items():
-        simulation = with_lengths(laboratory.simulation(candidate, window.total), own.lengths)
-        simulated = measure(simulate(simulation).lines, window)
-        (measured,) = real[mode]
-        found[mode] = {"real": shown(measured), "simulated": shown(simulated)}
-    return found
+    return {
+        mode: shown(
+            measure(
+                simulate(with_lengths(laboratory.simulation(candidate, window.total), own.lengths)).lines,
+                window,
+            )
+        )
+        for mode, candidate in candidates.items()
+    }
 
 
 def shown(figures: Figures) -> dict[str, float]:
@@ -134,10 +144,10 @@ def page(document: dict[str, Any]) -> str:
         "# Simulated and measured",
         "",
         "What `asyncrl tune` and `asyncrl simulate` predict of configs that they were not calibrated on, by",
-        "`benchmarks/predictions.py`. All costs are of one synchronous and one overlapped run of",
-        "`configs/bench-cpu.yaml`, made anew right before the real runs that they are compared with;",
-        "of each target the simulation knows the config, and how long prompts and answers of",
-        "its synchronous run are.",
+        "`benchmarks/predictions.py`. All costs are of synchronous and overlapped runs of",
+        "`configs/bench-cpu.yaml`, one of each right before a target's real runs and one right after them:",
+        "what is predicted is the mean of both. Of each target the simulation knows the config, and how long",
+        "prompts and answers of its synchronous run are.",
         "",
         f"Machine: {machine['processor']}, {machine['cores']} cores. {document['steps']} steps, "
         f"{len(rounds)} rounds; medians, each round's own value behind them.",
@@ -190,14 +200,26 @@ def main() -> None:
 
 def measure_round(steps: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    before = calibrate()
     for name, (file, overrides) in TARGETS.items():
-        costs = calibrate()
         config = load_config(ROOT / "configs" / f"{file}.yaml", overrides)
-        found[name] = compare(config, costs, steps)
+        real = run_for_real(config, steps)
+        after = calibrate()
+        simulated = [predict(config, costs, real["own"], steps) for costs in (before, after)]
+        found[name] = {
+            mode: {"real": real["figures"][mode], "simulated": mean([each[mode] for each in simulated])}
+            for mode in MODES
+        }
         for mode in MODES:
             (error,) = errors([found], name, mode)
             log.info("%s, %s: simulated speed is off by %+.1f %%", name, mode, 100 * error)
+        before = after
     return found
+
+
+def mean(figures: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each figure."""
+    return {name: statistics.fmean(each[name] for each in figures) for name in figures[0]}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ they count as never admitted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncrl.checkpoint.compatibility import Origin
 from asyncrl.checkpoint.saver import Issued
@@ -32,6 +32,8 @@ class Books:
     reference: Reference | None
     seed: int
     of: Origin
+    poisoned: dict[str, str] = field(default_factory=dict)
+    """The prompts that are not tried again, by uid, each with the reason."""
     bad_steps: int = 0
     """Updates in a row, up to now, that were not finite."""
     inherited: int = 0
@@ -65,6 +67,7 @@ class Books:
             inherited=self.inherited,
             reference_version=None if self.reference is None else self.reference.version,
             lines=tuple(self.lines.waiting),
+            poisoned=dict(self.poisoned),
         )
         return state, self.groups.ready()
 
@@ -77,4 +80,5 @@ class Books:
         self.meter.bias = LengthBias(**state.lengths)
         self.bad_steps = state.bad_steps
         self.inherited = state.inherited
+        self.poisoned.update(state.poisoned)
         self.elapsed_before_s = state.elapsed_s

@@ -98,6 +98,14 @@ def adopt(folder: Path, name: str) -> list[FileEntry]:
     return found
 
 
+def make_folder(folder: Path) -> None:
+    """Make ``folder``, if it is not there, and what it lies in, so that their names outlast a crash."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(made):
+        sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Have the names in ``folder`` on disk, as far as the system can say so of a folder."""
     descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))

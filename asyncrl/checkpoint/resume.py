@@ -3,10 +3,12 @@
 Invariants:
 - Only a checkpoint whose every byte is as it was written is used; ``auto`` takes the newest of those, and
   says of each newer one which file is damaged and how.
+- A path is gone back to once: started by the same command again, the run goes on from what it made since.
 - A config that cannot go on from it is refused before anything is changed or started. What else changed is
   said, line by line.
-- Afterwards the run's files tell one history: lines after the checkpoint are in ``*.rolled_back.jsonl``, and
-  ``ledger.jsonl`` has one line of each ordinal that the checkpoint counts as retired.
+- Afterwards the run's files tell one history: lines after the checkpoint are in ``*.rolled_back.jsonl``,
+  batches in ``rollouts/*.rolled_back``, and ``ledger.jsonl`` has one line of each ordinal that the checkpoint
+  counts as retired. The best evaluation is the best one in that history of which there are weights.
 - Whatever goes wrong here is a UsageError: the user decides which history counts.
 """
 
@@ -21,12 +23,13 @@ from typing import Any
 import yaml
 
 from asyncrl.checkpoint.compatibility import Change, Origin, changes, is_sampled_anew, require_compatible
+from asyncrl.checkpoint.going_back import NOTE, is_own, named_checkpoint, note_start, went_back
 from asyncrl.checkpoint.groups import READY, read_ready
 from asyncrl.checkpoint.manifest import MANIFEST, verify
-from asyncrl.checkpoint.rollback import Line, roll_back
+from asyncrl.checkpoint.rollback import Line, roll_back, roll_back_rollouts
 from asyncrl.checkpoint.saver import Issued
 from asyncrl.checkpoint.state import CONFIG, STATE, RunState
-from asyncrl.checkpoint.store import CheckpointStore
+from asyncrl.checkpoint.store import Best, CheckpointStore
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, CodecError, ConfigError
 from asyncrl.types import Metrics
@@ -83,14 +86,18 @@ def require_usable(config: Config) -> None:
             f"run.name: found {folder}, which holds metrics.jsonl of another run and no checkpoint to go on "
             f"from; {another}"
         )
-    if resume in ("auto", "never"):
+    checkpoint = named_checkpoint(config)
+    if checkpoint is None:
         return
-    if not (Path(resume) / MANIFEST).is_file():
+    returned = went_back(config, checkpoint)
+    if returned and steps:
+        return
+    if not (checkpoint / MANIFEST).is_file():
         raise ConfigError(
             f"checkpoint.resume: found {resume!r}, where there is no {MANIFEST}; expected auto, never, or "
             "the folder of a whole checkpoint, as in runs/NAME/checkpoints/step_50"
         )
-    if (used or steps) and not _is_own(config):
+    if (used or steps) and not (returned or is_own(config, checkpoint)):
         raise ConfigError(
             f"checkpoint.resume: found {resume}, of another run, but {folder} was used already; {another}"
             + (", or set checkpoint.resume to auto to go on from where it ended" if steps else "")
@@ -105,17 +112,35 @@ def prepare(config: Config, origin: Origin) -> Resumed | None:
     require_usable(config)
     store = CheckpointStore(config.run.folder / "checkpoints")
     store.clear_parts()
-    found = newest_checkpoint(store) if config.checkpoint.resume == "auto" else None
-    if config.checkpoint.resume not in ("auto", "never"):
-        found = read_checkpoint(Path(config.checkpoint.resume))
+    found = _chosen(config, store)
     if found is None:
+        note_start(config)
         return None
     changed = changes(found.config, config)
     require_compatible(found.folder, found.state, changed, config, origin)
     for change in changed:
         log.info("%s was %s and is %s from here on", change.key, change.before, change.after)
-    elsewhere = not _is_own(config) and config.checkpoint.resume != "auto"
-    return _rolled_back(found, config, store, changed, elsewhere)
+    resumed = _rolled_back(found, config, store, changed, elsewhere=not is_own(config, found.folder))
+    note_start(config)
+    return resumed
+
+
+def _chosen(config: Config, store: CheckpointStore) -> Checkpoint | None:
+    """The checkpoint to go on from; None for a run that begins."""
+    named = named_checkpoint(config)
+    if named is None:
+        return newest_checkpoint(store) if config.checkpoint.resume == "auto" else None
+    if went_back(config, named):
+        newest = newest_checkpoint(store)
+        if newest is not None:
+            log.info(
+                "this run went back to %s before: it goes on from step %d; to go back there again, delete %s",
+                named,
+                newest.state.step,
+                config.run.folder / NOTE,
+            )
+            return newest
+    return read_checkpoint(named)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -164,12 +189,6 @@ def newest_checkpoint(store: CheckpointStore) -> Checkpoint | None:
     return None
 
 
-def _is_own(config: Config) -> bool:
-    """Whether ``checkpoint.resume`` names a checkpoint of the run's own folder."""
-    own = (config.run.folder / "checkpoints").resolve()
-    return Path(config.checkpoint.resume).resolve().parent == own
-
-
 def _rolled_back(
     found: Checkpoint, config: Config, store: CheckpointStore, changed: Sequence[Change], elsewhere: bool
 ) -> Resumed:
@@ -189,10 +208,18 @@ def _rolled_back(
     if elsewhere:
         state = replace(state, inherited=sum(state.frontier.final_counts.values()))
     _require_whole_ledger(state, ends, folder / "ledger.jsonl")
+    roll_back_rollouts(folder / "rollouts", after=state.step)
+    if config.checkpoint.keep_best and store.best() is None:
+        _find_best(store, kept)
     ready = found.ready
     if ready and is_sampled_anew(changed):
         log.info("%d ready groups were sampled under another config: they are issued again", len(ready))
         ready = ()
+    if state.poisoned and (is_sampled_anew(changed) or any(c.key.startswith("generators.") for c in changed)):
+        log.info(
+            "%d prompts of which generators died are tried again: the config changed", len(state.poisoned)
+        )
+        state = replace(state, poisoned={})
     if any(change.key.startswith("algorithm.kl") for change in changed):
         state = replace(state, kl_coefficient=None)
     log.info(
@@ -242,6 +269,20 @@ def _require_whole_ledger(state: RunState, ends: list[Line], path: Path) -> None
             f"{path} has {len(ends)} lines of {len(ordinals)} ordinals, the checkpoint counts {retired} "
             "retired ones in it: lines were lost or repeated; restore the file, or choose another run.name"
         )
+
+
+def _find_best(store: CheckpointStore, lines: Sequence[Line]) -> None:
+    """Have the best evaluation again, where what was the best one so far was rolled back."""
+    evaluated = [
+        Best(line["step"], line["eval/reward_mean"])
+        for line in lines
+        if line["step"] and isinstance(line.get("eval/reward_mean"), float)
+        # Else the evaluation had to turn to another version, whose weights are not this step's.
+        if line.get("eval/policy_version") == line.get("policy_version")
+    ]
+    held = [best for best in evaluated if store.holding(best.step) is not None]
+    if held:
+        store.set_best(max(held, key=lambda best: best.reward_mean))
 
 
 def _evaluation(lines: list[Line]) -> Metrics | None:

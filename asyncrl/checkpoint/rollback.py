@@ -1,4 +1,4 @@
-"""The lines of a run's files, brought back to a checkpoint.
+"""The lines of a run's files, and the batches that it kept, brought back to a checkpoint.
 
 Invariants:
 - Every line that is taken out of ``<name>.jsonl`` is in ``<name>.rolled_back.jsonl`` before it is gone there.
@@ -50,6 +50,19 @@ def roll_back(path: Path, keep: Callable[[Line], bool]) -> list[Line]:
         _append(aside, moved)
         replace_file(path, b"".join(raw + b"\n" for raw in raw_kept))
     return kept
+
+
+def roll_back_rollouts(folder: Path, after: int) -> None:
+    """Rename the batches in ``folder`` that were trained in steps after this one, to ``*.rolled_back``."""
+    moved = 0
+    for path in sorted(folder.glob("step_*.msgpack")):
+        number = path.stem.removeprefix("step_")
+        if number.isdecimal() and int(number) > after:
+            path.replace(path.with_name(f"{path.name}.rolled_back"))
+            moved += 1
+    if moved:
+        sync_folder(folder)
+        log.info("%d batches in %s are now *.rolled_back", moved, folder)
 
 
 def _parsed(raw: bytes) -> Line | None:

@@ -24,6 +24,7 @@ from typing import Any, Final, Literal, Protocol
 from asyncrl.checkpoint.compatibility import Origin
 from asyncrl.checkpoint.files import FileEntry, adopt, write_file, written
 from asyncrl.checkpoint.groups import READY, encode_ready, payloads_of, with_payloads
+from asyncrl.checkpoint.manifest import read_manifest
 from asyncrl.checkpoint.state import CONFIG, STATE, RunState
 from asyncrl.checkpoint.store import Best, CheckpointStore
 from asyncrl.config import CheckpointSection
@@ -91,7 +92,7 @@ class Saver:
         self._config_text = config_text
         self._writing: asyncio.Task[None] | None = None
         self._tidying = asyncio.Lock()
-        """One at a time decides which checkpoints go."""
+        """One at a time decides which checkpoints go, or adds one."""
         self._in_question: set[int] = set()
         """Steps whose evaluation is not known yet."""
 
@@ -150,8 +151,7 @@ class Saver:
 
         Nothing to do where ``checkpoint.hf`` wants none, or there is no such checkpoint, or it has one.
         """
-        folder = self._store.path(step)
-        if self._section.hf == "never" or step not in self._store.steps() or (folder / HF).exists():
+        if self._section.hf == "never" or await asyncio.to_thread(self._has_no_use_for_export, step):
             return
         part = await asyncio.to_thread(self._store.begin, step)
         try:
@@ -160,6 +160,13 @@ class Saver:
         except BaseException:
             await asyncio.to_thread(self._store.discard, part)
             raise
+
+    def _has_no_use_for_export(self, step: int) -> bool:
+        if step not in self._store.steps():
+            return True
+        # By the manifest: a folder that is not in it yet was left by a process that ended there.
+        entries = read_manifest(self._store.path(step)).files
+        return any(entry.path.startswith(f"{HF}/") for entry in entries)
 
     async def note_evaluation(self, step: int, result: Metrics) -> None:
         """Count an evaluation of the checkpoint of ``step``, of which ``take`` did not hear."""
@@ -201,9 +208,10 @@ class Saver:
             if exports:
                 files += await asyncio.to_thread(adopt, part, HF)
             weights_only = kind == "weights"
-            await asyncio.to_thread(
-                self._store.seal, part, step, state.version, files, weights_only=weights_only
-            )
+            async with self._tidying:  # else one that began before would not know that these are in question
+                await asyncio.to_thread(
+                    self._store.seal, part, step, state.version, files, weights_only=weights_only
+                )
         except OSError as error:
             self.failed += 1
             if self.last_step == step:

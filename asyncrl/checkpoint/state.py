@@ -64,6 +64,8 @@ class RunState:
     """Of a reference that follows the policy: the version that it took last."""
     lines: tuple[Metrics, ...] = field(default=())
     """Lines of metrics.jsonl that waited for an evaluation."""
+    poisoned: Mapping[str, str] = field(default_factory=dict)
+    """Prompts of which generators died, by uid, each with the reason."""
 
     def encode(self) -> bytes:
         return (json.dumps(asdict(self), indent=1) + "\n").encode()

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from asyncrl.checkpoint.files import FileEntry, adopt, replace_file, sync_folder, write_file
+from asyncrl.checkpoint.files import FileEntry, adopt, make_folder, replace_file, sync_folder, write_file
 from asyncrl.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from asyncrl.errors import CheckpointError
 
@@ -73,7 +73,7 @@ class CheckpointStore:
 
     def begin(self, step: int) -> Path:
         """A new empty folder to write the checkpoint of ``step`` into."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         # A name of its own: ranks of a controller that was killed may still write into another.
         part = self.folder / f".step_{step}{_PART}{secrets.token_hex(4)}"
         part.mkdir()

@@ -22,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.config import EngineSection
 from asyncrl.errors import ConfigError
+from asyncrl.inherited import close_to_others
 from asyncrl.learners.gathering import collect
 from asyncrl.network import interface_towards
 
@@ -67,6 +68,7 @@ class RankGroup:
 
     def prepare(self, *, deterministic: bool) -> None:
         """Make the process ready; before the model is loaded."""
+        close_to_others()  # it writes checkpoints, and a cluster that was there before has a umask of its own
         torch.set_num_threads(self._settings.threads)
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

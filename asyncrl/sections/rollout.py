@@ -30,7 +30,8 @@ class RolloutSection(Section):
     """Fewest surviving samples that a group may train with when ``reward.on_error`` is drop."""
     max_attempts: PositiveInt = 3
     """Tries of one group when the replica that it is on dies or hangs; the last with no other beside
-    it, so that a prompt that kills replicas is told from those that were only there."""
+    it, so that a prompt that kills replicas is told from those that were only there. It is not tried
+    again in later epochs, over a resume neither, unless the config of what samples changed."""
 
 
 class EvalSection(Section):

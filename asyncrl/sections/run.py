@@ -56,7 +56,8 @@ class CheckpointSection(Section):
     written, so that by default it is the one that a run ends with."""
     resume: Annotated[str, Field(min_length=1)] = "auto"
     """auto: go on from the newest whole checkpoint in the run's folder, if there is one; never: refuse a
-    folder that was used; a path, ``.../checkpoints/step_<N>``: go on from that one, of whichever run."""
+    folder that was used; a path, ``.../checkpoints/step_<N>``: go on from that one, of whichever run. A run
+    that did so, and is started with the same path again, goes on from its own checkpoints since then."""
     timeout_s: PositiveFloat = 1800.0
     """Seconds that copying the state may take, and then writing it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,21 @@ def test_what_deepspeed_saved_itself_can_be_imported(
         import_deepspeed(source, target, str(folder), trust_remote_code=False)
     with pytest.raises(CheckpointError, match="found no file 'latest'"):
         import_deepspeed(saved_by(folder, setup), target / "other", str(folder), trust_remote_code=False)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "no pickle at all", "empty"])
+def test_what_is_damaged_of_deepspeeds_files_is_refused_by_their_folder(
+    folder: Path, undisturbed: dict[Setup, list[dict[str, Any]]], tmp_path: Path, damage: str
+) -> None:
+    source = Path(shutil.copytree(saved_by(folder, SETUPS[1]) / "deepspeed", tmp_path / "damaged"))
+    for file in source.rglob("*.pt"):
+        content = {"cut off": file.read_bytes()[:-300], "no pickle at all": b"\x80\x04no", "empty": b""}[
+            damage
+        ]
+        file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="DeepSpeed cannot read .*damaged"):
+        import_deepspeed(source, tmp_path / "imported", str(folder), trust_remote_code=False)
+    assert not (tmp_path / "imported").exists()
 
 
 def test_a_reference_in_the_learner_goes_on_too(folder: Path) -> None:

@@ -5,7 +5,22 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from asyncrl.listeners import described, find_listeners
+
 from .deaths import generators, kill, run_out_of_memory, run_to_strike, stand_still, stop, strike
+from .runs import Run
+
+
+def assert_nobody_else_is_let_in(run: Run) -> None:
+    """Beyond loopback listen Ray's own services alone, which ask for its token; a process has one of them."""
+    pids = {process.pid for process in run.processes()}
+    sockets = [socket for socket in find_listeners().sockets if socket.pid in pids]
+    outside = [socket for socket in sockets if not socket.is_loopback]
+    assert outside, "Ray's services were not found: this looks at nothing"
+    assert {socket.guard for socket in outside} == {"Ray's token"}, list(described(outside))
+    actors = [socket.pid for socket in outside if "Actor" in socket.process]
+    assert len(actors) == len(set(actors)), list(described(outside))
+    assert any("LearnerActor" in socket.process for socket in sockets if socket.is_loopback), "no push group"
 
 
 def test_killed_stopped_and_starved_generators_come_back_at_the_live_version(
@@ -21,6 +36,7 @@ def test_killed_stopped_and_starved_generators_come_back_at_the_live_version(
         more_steps=3,
         gone_within_s=15,
     ) as run:
+        assert_nobody_else_is_let_in(run)
         stand_still(run, 6.0)  # longer than a ping may take
         strike(run, generators(run)[:1], kill, expected=1, busy_s=0.3)
         strike(run, generators(run)[:1], stop, expected=2, busy_s=0.3)

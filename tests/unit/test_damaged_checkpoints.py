@@ -15,7 +15,7 @@ from asyncrl.checkpoint.resume import newest_checkpoint, read_checkpoint
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.errors import CheckpointError
 
-from .test_resume import assert_one_history, config_in, leg
+from .resume_harness import assert_one_history, config_in, leg
 
 PLACES = 200
 SETTINGS = (

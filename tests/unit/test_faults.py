@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import errno
 import itertools
+import os
 import re
 import resource
 import time
@@ -19,12 +21,15 @@ from asyncrl.generators.pool import GeneratorPool
 from asyncrl.generators.scripted import ScriptedGenerator
 from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.rollout import RolloutHost
+from asyncrl.run import root_cause
+from asyncrl.run_folder import RunFolder
 from asyncrl.simulate.clock import VirtualClockLoop, run_virtual
+from asyncrl.types import Metrics
 
 from .controller_harness import ScriptedScorer
+from .resume_harness import assert_one_history, leg
+from .resume_harness import config_in as checkpointed
 from .test_halves import config_in, content, go, lines
-from .test_resume import assert_one_history, leg
-from .test_resume import config_in as checkpointed
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "faults.md"
@@ -118,4 +123,40 @@ def test_a_write_that_the_system_ends_half_way_costs_a_checkpoint_and_not_the_ru
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "the checkpoint of step 2 could not be written: [Errno 27] File too large" in caplog.text
     assert not [p for p in (config.run.folder / "checkpoints").iterdir() if "part" in p.name]
+    assert_one_history(config)
+
+
+class OnADiskThatFills(RunFolder):
+    """From step 4 on, no byte more of one of its files finds room: what the system says then is real."""
+
+    name = ""
+
+    def metrics(self, record: Metrics) -> None:
+        if record["step"] == 4:
+            self._submit(self._fill)
+        super().metrics(record)
+
+    def _fill(self) -> None:
+        file = self._metrics if self.name == "metrics.jsonl" else self._ledger
+        file.flush()
+        with open("/dev/full", "w") as full:
+            os.dup2(full.fileno(), file.fileno())
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
+def test_lines_that_find_no_room_end_the_run_which_goes_on_once_there_is_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    config = checkpointed(tmp_path, "run.steps=9", "checkpoint.every=2")
+    with monkeypatch.context() as patch:
+        patch.setattr(OnADiskThatFills, "name", name)
+        patch.setattr("tests.unit.resume_harness.RunFolder", OnADiskThatFills)
+        with pytest.raises((OSError, ExceptionGroup)) as caught:
+            leg(config)
+    found = root_cause(caught.value)
+    assert isinstance(found, OSError)
+    assert found.errno == errno.ENOSPC
+    final = leg(config)
+    assert final.resumed is not None
+    assert final.resumed.state.step in (2, 4), "nothing was sealed over lines that were lost"
     assert_one_history(config)

@@ -45,12 +45,12 @@ from asyncrl.recorded import read_run
 from asyncrl.snapshot import PartialGroup, decode_partial, encode_snapshot
 from asyncrl.types import Completion
 
+from .resume_harness import OF, config_in, leg
 from .test_codec import group, trajectory
 from .test_data import config_of
 from .test_halves import config_in as half_in
 from .test_halves import go
 from .test_ready_groups import ready_group
-from .test_resume import OF, config_in, leg
 
 FEW = settings(max_examples=40, deadline=None)
 KEYS = st.sampled_from(["prompt", "question", "answer", "metadata", "role", "content", "data_source"])

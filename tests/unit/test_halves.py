@@ -47,7 +47,7 @@ from asyncrl.types import Batch, GroupMeta, ReadyGroup, Task
 from asyncrl.weight_sync.publish import WeightPublisher
 
 from .controller_harness import BASE, ScriptedScorer, Stream
-from .test_resume import Written
+from .resume_harness import Written
 
 OVERLAPPED = ("schedule.pipeline_depth=2", "schedule.max_staleness=3")
 

@@ -23,8 +23,8 @@ from asyncrl.errors import (
 from asyncrl.learners.scripted import ScriptedLearner
 from asyncrl.restarts import Restarts, is_infrastructure
 
+from .resume_harness import assert_one_history
 from .test_halves import config_in, go
-from .test_resume import assert_one_history
 
 
 def task_error(cause: Exception) -> BaseException:

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.checkpoint.rollback import roll_back
+from asyncrl.checkpoint.rollback import roll_back, roll_back_rollouts
 
 
 def lines_of(path: Path) -> list[bytes]:
@@ -47,3 +47,18 @@ def test_what_a_disk_made_of_a_line_moves_aside_and_later_lines_stay(tmp_path: P
 def test_without_a_file_there_is_nothing_to_do(tmp_path: Path) -> None:
     assert roll_back(tmp_path / "metrics.jsonl", lambda line: True) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_batches_of_later_steps_move_aside(tmp_path: Path) -> None:
+    names = [f"step_{step:06d}.msgpack" for step in (10, 20, 30)] + ["step_000030.msgpack.part", "notes"]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    for _ in range(2):
+        roll_back_rollouts(tmp_path, after=10)
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+            [names[0], *(f"{name}.rolled_back" for name in names[1:3]), *names[3:]]
+        )
+    (tmp_path / names[1]).write_text("again")
+    roll_back_rollouts(tmp_path, after=19)
+    assert (tmp_path / f"{names[1]}.rolled_back").read_text() == "again"
+    roll_back_rollouts(tmp_path / "none", after=0)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from asyncrl.checkpoint.files import write_file
+from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config import Config
 from asyncrl.config_load import parse_config
-from asyncrl.run_folder import RunFolder
+from asyncrl.run_folder import RunFolder, claimed
 from asyncrl.tracking import open_tracker
 from asyncrl.types import Metrics
 
@@ -56,6 +60,59 @@ async def test_lines_are_not_called_safe_after_a_write_that_failed(tmp_path: Pat
         await files.on_disk()
     with pytest.raises(OSError, match="rollouts"):
         files.close()
+
+
+async def test_the_names_of_what_a_run_makes_outlast_a_power_cut_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file whose bytes are on disk is lost all the same while its name is not."""
+    synced: dict[int, set[str]] = {}
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            synced[os.fstat(descriptor).st_ino] = set(os.listdir(descriptor))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    config = parse_config(BASE, [f"run.dir={tmp_path}/new/runs", "run.name=r"])
+    with claimed(config) as folder:
+        files = RunFolder(folder, resolve=list, rollouts_every=1)
+        files.metrics(LINES[0])
+        files.trained(1, [])
+        await files.on_disk()
+        store = CheckpointStore(folder / "checkpoints")
+        part = store.begin(1)
+        store.seal(part, 1, 1, [write_file(part, "state.json", b"{}")])
+        files.close()
+    made = [tmp_path, *(path for path in (tmp_path / "new").rglob("*") if path.is_dir()), tmp_path / "new"]
+    # The lock is of this process alone.
+    missing = {
+        path: set(os.listdir(path)) - synced.get(path.stat().st_ino, set()) - {".lock"} for path in made
+    }
+    assert not any(missing.values()), missing
+
+
+def test_nothing_in_a_runs_folder_can_be_written_by_everybody(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        config = parse_config(BASE, [f"run.dir={tmp_path}/new/runs", "run.name=r"])
+        with claimed(config) as folder:
+            files = RunFolder(folder, resolve=list, rollouts_every=1)
+            files.metrics(LINES[0])
+            files.trained(1, [])
+            files.close()
+            part = CheckpointStore(folder / "checkpoints").begin(1)
+            write_file(part, "state.json", b"{}")
+        made = list((tmp_path / "new").rglob("*"))
+        assert {path.name for path in made} >= {"runs", "r", "metrics.jsonl", "rollouts", "state.json"}
+        assert not [path for path in made if path.stat().st_mode & stat.S_IWOTH]
+        assert all(path.stat().st_mode & stat.S_IWGRP for path in made), "the group is the user's business"
+        os.umask(0o077)
+        with claimed(config):
+            assert os.umask(0) == 0o077, "a stricter umask stays"
+    finally:
+        os.umask(before)
 
 
 def test_steps_that_a_resume_takes_back_are_not_shown_twice(tmp_path: Path) -> None:

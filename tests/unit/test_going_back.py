@@ -1,0 +1,140 @@
+"""Going back to a checkpoint by its path: once, whatever happens to the run after that.
+
+Runs are of scripted parts under the virtual clock; folders, files and the choice of a checkpoint are real.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.checkpoint.going_back import NOTE
+from asyncrl.checkpoint.resume import prepare
+from asyncrl.checkpoint.store import Best, CheckpointStore
+from asyncrl.errors import ConfigError
+from asyncrl.run import from_own
+
+from .resume_harness import OF, assert_one_history, config_in, leg, lines
+
+KEEP_ALL = "checkpoint.keep_last=99"
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kills=st.lists(st.floats(0.0, 10.0), min_size=1, max_size=4), elsewhere=st.booleans())
+def test_a_run_that_went_back_and_is_killed_goes_on_from_what_it_made_since(
+    tmp_path_factory: pytest.TempPathFactory, kills: list[float], elsewhere: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    first = config_in(folder, "run.steps=7", "eval.every=2", KEEP_ALL)
+    leg(first)
+    path = first.run.folder / "checkpoints" / "step_2"
+    place = folder / "branch" if elsewhere else folder
+    back = config_in(place, "run.steps=7", "eval.every=2", KEEP_ALL, f"checkpoint.resume={path}")
+    reached, ended = 2, False
+    for after_s in kills:
+        made = leg(back, killed_after_s=after_s)
+        assert made.resumed is not None
+        assert made.resumed.state.step >= reached, "it went back once more"
+        reached = max(made.resumed.state.step, CheckpointStore(back.run.folder / "checkpoints").steps()[-1])
+        ended = ended or made.summary is not None
+    final = leg(back)
+    assert final.resumed is not None
+    assert final.resumed.state.step >= reached
+    if not elsewhere:
+        assert_one_history(back)
+    else:
+        assert [line["step"] for line in lines(back, "metrics.jsonl")] == list(range(2, 8))
+
+
+def test_another_branch_goes_on_before_it_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    first = config_in(tmp_path, "run.steps=4", KEEP_ALL)
+    leg(first)
+    path = first.run.folder / "checkpoints" / "step_2"
+    branch = config_in(tmp_path / "branch", "run.steps=4", KEEP_ALL, f"checkpoint.resume={path}")
+    prepare_only = branch.run.folder
+    prepare_only.mkdir(parents=True)
+    resumed = prepare(branch, OF)
+    assert resumed is not None
+    assert resumed.elsewhere
+    (prepare_only / "metrics.jsonl").write_text('{"step": 2, "policy_version": 2}\n{"step": 3')  # cut off
+    final = leg(branch)
+    assert final.resumed is not None
+    assert final.resumed.elsewhere
+    assert [line["step"] for line in lines(branch, "metrics.jsonl")] == [2, 3, 4]
+
+
+def test_who_wants_to_go_back_again_can(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.steps=5", KEEP_ALL)
+    leg(config)
+    store = CheckpointStore(config.run.folder / "checkpoints")
+    to_two, to_three = (
+        config_in(tmp_path, "run.steps=5", KEEP_ALL, f"checkpoint.resume={store.path(step)}")
+        for step in (2, 3)
+    )
+    starts = []
+    for start in (to_two, to_two, to_three, to_two, config, to_two):
+        resumed = prepare(start, OF)
+        assert resumed is not None
+        starts.append(resumed.state.step)
+        leg(config_in(tmp_path, "run.steps=5", KEEP_ALL) if start is config else start)
+    assert starts == [2, 5, 3, 2, 5, 2]
+    (config.run.folder / NOTE).unlink()
+    resumed = prepare(to_two, OF)
+    assert resumed is not None
+    assert resumed.state.step == 2
+
+
+def test_the_checkpoint_that_a_run_went_back_to_may_be_gone_since(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.steps=6", KEEP_ALL)
+    leg(config)
+    path = CheckpointStore(config.run.folder / "checkpoints").path(2)
+    back = config_in(tmp_path, "run.steps=6", "checkpoint.keep_last=1", f"checkpoint.resume={path}")
+    leg(back, stop_at_step=4)
+    assert not path.exists()
+    assert leg(back).learner.batches[0].version == 4
+    other = config_in(tmp_path, "run.steps=6", f"checkpoint.resume={path.with_name('step_1')}")
+    with pytest.raises(ConfigError, match=r"where there is no manifest\.json"):
+        prepare(other, OF)
+
+
+def test_a_run_moved_to_another_place_is_not_sent_back(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "here", "run.steps=6", KEEP_ALL)
+    leg(config)
+    path = "{}/r/checkpoints/step_2"
+    leg(
+        config_in(
+            tmp_path / "here", "run.steps=6", KEEP_ALL, f"checkpoint.resume={path.format(tmp_path / 'here')}"
+        )
+    )
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = config_in(
+        tmp_path / "there", "run.steps=7", KEEP_ALL, f"checkpoint.resume={path.format(tmp_path / 'there')}"
+    )
+    assert leg(moved).learner.batches[0].version == 6
+
+
+def test_a_restart_of_its_own_begins_neither_anew_nor_back(tmp_path: Path) -> None:
+    never = config_in(tmp_path, "checkpoint.resume=never")
+    assert from_own(never).checkpoint.resume == "auto"
+    path = config_in(tmp_path, "checkpoint.resume=runs/other/checkpoints/step_3")
+    assert from_own(path) is path, "or the next start would not know that it went back there"
+
+
+def test_the_best_evaluation_is_the_best_one_that_is_left(tmp_path: Path) -> None:
+    """The reward of version 6 is the best, then those next to it."""
+    settings = ("run.steps=8", "eval.every=1", KEEP_ALL)
+    config = config_in(tmp_path, *settings)
+    leg(config)
+    store = CheckpointStore(config.run.folder / "checkpoints")
+    assert store.best() == Best(6, 0.0)
+    back = config_in(tmp_path, *settings, f"checkpoint.resume={store.path(4)}")
+    assert prepare(back, OF) is not None
+    assert store.best() == Best(4, -2.0)
+    store.path(4).rename(tmp_path / "gone")
+    (store.folder / "best.json").unlink()
+    to_three = config_in(tmp_path, *settings, f"checkpoint.resume={store.path(3)}")
+    assert prepare(to_three, OF) is not None
+    assert store.best() == Best(3, -3.0)
