@@ -310,9 +310,7 @@ class Controller:
         for record in lines:
             of = int(record["policy_version"])
             if "eval/reward_mean" not in record and self._pushes.is_evaluated(of):
-                log.warning(
-                    "version %d has no evaluation: the run ended in it, and is at %d now", of, version
-                )
+                log.warning("version %d stays without an evaluation: the run was ended in it", of)
             self._lines.add(record)
         return result if resumed is None or (result and not version) else resumed.first_evaluation
 

@@ -5,10 +5,10 @@
     python benchmarks/chaos.py --each --only "Ray's head killed" "controller killed"
 
 ``asyncrl train`` runs with a checkpoint every few steps. Every few seconds something is done to it, drawn
-from ``--seed`` (with ``--each``, every one once, in the order given): a generator, a reward worker, the learner or the controller is killed or stopped for a while,
-a generator gets no more memory, all of the run stands still for a minute, Ray's node or head is killed, or a
-signal asks the run to end. Whenever the run has ended, it is started again. After the time is over it is left
-alone until it has come to its end.
+from ``--seed`` (with ``--each``, every one once, in the order given): a generator, a reward worker, the
+learner or the controller is killed or stopped for a while, a generator gets no more memory, all of the run
+stands still for a minute, Ray's node or head is killed, or a signal asks the run to end. Whenever the run has
+ended, it is started again. After the time is over it is left alone until it has come to its end.
 
 Then every ordinal has to be retired exactly once, every step to have one line, no lag to be beyond the bound,
 and no process to be left. ``<out>/chaos.json`` holds each fault with what came of it and the seconds until

@@ -216,9 +216,7 @@ def _rolled_back(
         log.info("%d ready groups were sampled under another config: they are issued again", len(ready))
         ready = ()
     if state.poisoned and (is_sampled_anew(changed) or any(c.key.startswith("generators.") for c in changed)):
-        log.info(
-            "%d prompts of which generators died are tried again: the config changed", len(state.poisoned)
-        )
+        log.info("%d prompts that killed generators are tried again: the config changed", len(state.poisoned))
         state = replace(state, poisoned={})
     if any(change.key.startswith("algorithm.kl") for change in changed):
         state = replace(state, kl_coefficient=None)

@@ -164,11 +164,9 @@ def test_what_is_damaged_of_deepspeeds_files_is_refused_by_their_folder(
 ) -> None:
     source = Path(shutil.copytree(saved_by(folder, SETUPS[1]) / "deepspeed", tmp_path / "damaged"))
     for file in source.rglob("*.pt"):
-        content = {"cut off": file.read_bytes()[:-300], "no pickle at all": b"\x80\x04no", "empty": b""}[
-            damage
-        ]
-        file.write_bytes(content)
-    with pytest.raises(CheckpointError, match="DeepSpeed cannot read .*damaged"):
+        whole = file.read_bytes()
+        file.write_bytes({"cut off": whole[:-300], "no pickle at all": b"\x80\x04no", "empty": b""}[damage])
+    with pytest.raises(CheckpointError, match=r"DeepSpeed cannot read .*damaged"):
         import_deepspeed(source, tmp_path / "imported", str(folder), trust_remote_code=False)
     assert not (tmp_path / "imported").exists()
 

@@ -41,7 +41,7 @@ def state(step: int) -> RunState:
 
 
 class SlowToPrune(CheckpointStore):
-    """Holds its ``held``-th pruning up, after it was told what to keep, until something was sealed; not for long."""
+    """Holds its ``held``-th pruning up, after it was told what to keep, until something was sealed."""
 
     def __init__(self, folder: Path, held: int) -> None:
         super().__init__(folder)
