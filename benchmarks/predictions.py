@@ -10,7 +10,8 @@ machine is changes within minutes, and meets both the prediction and what it is 
 
 Each target differs from the calibration in several of task, lengths, batch, slots and schedule. Of a target
 the simulation gets its config and the lengths of its prompts and answers (those of its synchronous run): how
-long they are is the workload, how long they take is predicted.
+long they are is the workload, how long they take is predicted. Beside it stands what the simulation says with
+the costs of the target's own two runs: what is off there is the simulation itself, the rest the costs.
 
 Writes the figures and, beside them, a page. Started again, it makes the rounds that are missing. A round
 takes about 12 minutes on 2 quiet CPU cores.
@@ -86,17 +87,18 @@ def calibrate() -> Costs:
 
 
 def run_for_real(config: Config, steps: int) -> dict[str, Any]:
-    """The figures of a target by mode, and what its synchronous run cost."""
+    """The figures of a target by mode, and its own costs."""
     folder = claim_folder(config, "prediction")
     window = Window(WARM_UP, steps, config.schedule.pipeline_depth + 1)
     variants = {mode: (*overrides_of(mode, config), "log.trace_mb=64") for mode in MODES}
     real = measure_variants(config, variants, window, repeats=1, folder=folder, config_name="target")
     figures = {mode: shown(found) for mode, (found,) in real.items()}
-    return {"figures": figures, "own": measure_costs(read_run(folder / "sync-0"))}
+    own = with_contention(measure_costs(read_run(folder / "sync-0")), read_run(folder / "async-0"))
+    return {"figures": figures, "own": own}
 
 
 def predict(config: Config, costs: Costs, own: Costs, steps: int) -> dict[str, Any]:
-    """The figures of a target by mode, simulated with ``costs`` and the lengths of its ``own`` run."""
+    """The figures of a target by mode, simulated with ``costs`` and the lengths of its ``own`` runs."""
     window = Window(WARM_UP, steps, config.schedule.pipeline_depth + 1)
     laboratory = Laboratory(config, replace(costs, lengths=own.lengths, prompt_tokens=own.prompt_tokens))
     slots = config.generators.slots
@@ -132,9 +134,9 @@ def column(rounds: Sequence[dict[str, Any]], name: str, mode: str, kind: str, fi
     return [float(found[name][mode][kind][figure]) for found in rounds]
 
 
-def errors(rounds: Sequence[dict[str, Any]], name: str, mode: str) -> list[float]:
+def errors(rounds: Sequence[dict[str, Any]], name: str, mode: str, of: str = "simulated") -> list[float]:
     """Of the simulated speed in each round, as a share of the measured one."""
-    simulated, real = (column(rounds, name, mode, kind, "tokens_per_s") for kind in ("simulated", "real"))
+    simulated, real = (column(rounds, name, mode, kind, "tokens_per_s") for kind in (of, "real"))
     return [predicted / measured - 1 for predicted, measured in zip(simulated, real, strict=True)]
 
 
@@ -149,11 +151,16 @@ def page(document: dict[str, Any]) -> str:
         "what is predicted is the mean of both. Of each target the simulation knows the config, and how long",
         "prompts and answers of its synchronous run are.",
         "",
+        "The last two columns are simulated with the costs of the target's own two runs: what is off there",
+        "is the simulation itself, all else what this machine's speed, which changes within minutes, did",
+        "between calibration and target.",
+        "",
         f"Machine: {machine['processor']}, {machine['cores']} cores. {document['steps']} steps, "
         f"{len(rounds)} rounds; medians, each round's own value behind them.",
         "",
-        "| target | mode | tokens/s simulated | measured | error | mean lag simulated | measured |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| target | mode | tokens/s simulated | measured | error | mean lag simulated | measured "
+        "| error with its own costs | mean lag |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in TARGETS:
         for mode in MODES:
@@ -165,10 +172,14 @@ def page(document: dict[str, Any]) -> str:
                 cells.append(f"{statistics.median(rates):,.0f} ({each})")
             each = ", ".join(f"{error:+.1%}" for error in of_each)
             cells.append(f"{statistics.median(of_each):+.1%} ({each})")
-            cells += [
-                f"{statistics.median(column(rounds, name, mode, kind, 'lag_mean')):.2f}"
-                for kind in ("simulated", "real")
-            ]
+            lags = {
+                kind: statistics.median(column(rounds, name, mode, kind, "lag_mean"))
+                for kind in ("simulated", "real", "own")
+            }
+            with_own = errors(rounds, name, mode, of="own")
+            each = ", ".join(f"{error:+.1%}" for error in with_own)
+            cells += [f"{lags['simulated']:.2f}", f"{lags['real']:.2f}"]
+            cells += [f"{statistics.median(with_own):+.1%} ({each})", f"{lags['own']:.2f}"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -206,8 +217,13 @@ def measure_round(steps: int) -> dict[str, Any]:
         real = run_for_real(config, steps)
         after = calibrate()
         simulated = [predict(config, costs, real["own"], steps) for costs in (before, after)]
+        own = predict(config, real["own"], real["own"], steps)
         found[name] = {
-            mode: {"real": real["figures"][mode], "simulated": mean([each[mode] for each in simulated])}
+            mode: {
+                "real": real["figures"][mode],
+                "simulated": mean([each[mode] for each in simulated]),
+                "own": own[mode],
+            }
             for mode in MODES
         }
         for mode in MODES:
