@@ -5,8 +5,9 @@ Invariants:
 - A process is Ray's or ours if it, or one that it descends from, is; of the others nothing is said.
 - What bears no sign of a guard counts as having none.
 
-Of a Ray worker, the socket on all interfaces is Ray's own service, which asks for the token where
-authentication is on; one on a single address may be that of a process group or its store, which ask nobody.
+Of a Ray worker or a controller, the socket on all interfaces is Ray's own service, which asks for the token
+where authentication is on; one on a single address may be that of a process group or its store, which ask
+nobody. Ray's agents ask for it wherever they listen.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from asyncrl.sentinel import MARK
 
 _AUTH_MODE = "RAY_AUTH_MODE"
 _RAY_NAMES = ("raylet", "gcs_server")
+_RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ def find_listeners() -> Listening:
         if any(map(_is_rays, family)) or any(map(_is_ours, family)):
             address, port = found.laddr[:2]
             everywhere = ipaddress.ip_address(address).is_unspecified
-            guard = _guard(family) if everywhere or family[0].name() in _RAY_NAMES else None
+            guard = _guard(family) if everywhere or _is_service(family[0]) else None
             sockets.append(Listener(address, port, found.pid, _title(family[0]), guard))
     return Listening(tuple(sorted(sockets, key=lambda s: (s.pid, s.port, s.address))), hidden)
 
@@ -93,6 +95,11 @@ def _is_rays(process: psutil.Process) -> bool:
     return any(word.startswith("ray::") or "-packages/ray/" in word for word in words)
 
 
+def _is_service(process: psutil.Process) -> bool:
+    """Whether it is one of Ray's own, and no worker's."""
+    return process.name() in _RAY_NAMES or any(word in _RAY_AGENTS for word in _words(process)[:1])
+
+
 def _is_ours(process: psutil.Process) -> bool:
     if MARK in _environment(process):
         return True
@@ -103,8 +110,8 @@ def _is_ours(process: psutil.Process) -> bool:
 def _guard(family: Iterable[psutil.Process]) -> str | None:
     """Ray tells its processes by their environment; a title may lie over that of some, not of all."""
     members = list(family)
-    if not any(map(_is_rays, members)):
-        return None
+    if not any(map(_is_rays, members)):  # a controller: of the session that it started
+        members = [child for child in members[0].children() if _is_rays(child)]
     modes = (_environment(process).get(_AUTH_MODE) for process in members)
     mode = next((mode for mode in modes if mode is not None), "")
     return "Ray's token" if mode.lower() == "token" else None

@@ -133,58 +133,6 @@ def test_generators_come_and_go_with_their_nodes(cluster: Cluster, tmp_path: Pat
     assert len(ordinals) == len(set(ordinals))
 
 
-def test_answers_that_are_lost_with_a_node_are_made_again_by_another_start(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    """Payloads above 100 kB stay in the store of the node that they were made on, which is then lost."""
-    while len(cluster.worker_nodes) < 2:
-        cluster.add_node(num_cpus=1)
-    head, (lost, _) = cluster.head_node, cluster.worker_nodes
-    run = start(
-        tmp_path,
-        *ENDLESS[:-1],
-        "checkpoint.every=1",
-        "run.max_restarts=1",
-        "run.restart_backoff_s=1",
-        "rollout={group_size: 64, groups_per_step: 2, max_new_tokens: 200}",
-        "learner.micro_batch_tokens=16384",
-        "generators={replicas: 2, min: 1, below_min_s: 30, slots: 64, health_timeout_s: 15}",
-        f"placement={{address: '{cluster.address}', learner: {{nodes: ['{head.node_id}']}}, "
-        "generators: {strategy: STRICT_SPREAD}}",
-        name="store",
-    )
-    try:
-        run.wait_for_steps(1)
-        (learner,) = residents(head, "LearnerActor")
-        learner.suspend()
-        actors = [process for node in cluster.worker_nodes for process in residents(node, "GeneratorActor")]
-        assert len(actors) == 2
-        wait_until(run, "all that may be sampled is", 120, lambda: are_idle(actors))
-        cluster.remove_node(lost, allow_graceful=False)
-        learner.resume()
-        wait_until(run, "another start", NOTICED_WITHIN_S, lambda: "restart 1 of at most 1" in run.text)
-        begun = len(run.metrics)
-        wait_until(run, "steps after it", NOTICED_WITHIN_S, lambda: len(run.metrics) >= begun + 2)
-        run.interrupt(signal.SIGINT)
-        assert run.wait(60) == 130, run.text
-    finally:
-        for process in run.processes():
-            process.kill()
-    assert re.search("Object(Lost|Fetch|Reconstruct)|OwnerDied", run.text), "it failed of something else"
-    assert run.metrics[-1]["ledger/failed"] == 0
-    ordinals = sorted(end["ordinal"] for end in run.ledger)
-    assert len(ordinals) == len(set(ordinals))
-    assert run.metrics[-1]["ledger/trained"] == 2 * run.metrics[-1]["step"]
-
-
-def are_idle(actors: list[psutil.Process]) -> bool:
-    """Whether they compute next to nothing for a second."""
-    before = sum(map(computed_s, actors))
-    for process in actors:
-        process.cpu_percent(interval=0.5)
-    return sum(map(computed_s, actors)) - before < 0.1
-
-
 @pytest.mark.skipif(
     not HAS_JOB_SERVER and os.environ.get("CI") != "true",
     reason="Ray's job server is not installed: pip install 'asyncrl[cluster]'",
@@ -230,3 +178,55 @@ def test_a_job_goes_on_without_its_terminal_and_stops_after_a_checkpoint(
         assert (job.folder / "checkpoints" / f"step_{last}" / "manifest.json").exists()
     finally:
         terminal.kill()
+
+
+def test_answers_that_are_lost_with_a_node_are_made_again_by_another_start(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Payloads above 100 kB stay in the store of the node that they were made on, which is then lost."""
+    while len(cluster.worker_nodes) < 2:
+        cluster.add_node(num_cpus=1)
+    head, (lost, _) = cluster.head_node, cluster.worker_nodes
+    run = start(
+        tmp_path,
+        *ENDLESS[:-1],
+        "checkpoint.every=1",
+        "run.max_restarts=1",
+        "run.restart_backoff_s=1",
+        "rollout={group_size: 400, groups_per_step: 2, max_new_tokens: 200}",
+        "learner.micro_batch_tokens=16384",
+        "generators={replicas: 2, min: 1, below_min_s: 30, slots: 64, health_timeout_s: 15}",
+        f"placement={{address: '{cluster.address}', learner: {{nodes: ['{head.node_id}']}}, "
+        "generators: {strategy: STRICT_SPREAD}}",
+        name="store",
+    )
+    try:
+        run.wait_for_steps(1)
+        (learner,) = residents(head, "LearnerActor")
+        learner.suspend()
+        actors = [process for node in cluster.worker_nodes for process in residents(node, "GeneratorActor")]
+        assert len(actors) == 2
+        wait_until(run, "all that may be sampled is", 120, lambda: are_idle(actors))
+        cluster.remove_node(lost, allow_graceful=False)
+        learner.resume()
+        wait_until(run, "another start", NOTICED_WITHIN_S, lambda: "restart 1 of at most 1" in run.text)
+        begun = len(run.metrics)
+        wait_until(run, "steps after it", NOTICED_WITHIN_S, lambda: len(run.metrics) >= begun + 2)
+        run.interrupt(signal.SIGINT)
+        assert run.wait(60) == 130, run.text
+    finally:
+        for process in run.processes():
+            process.kill()
+    assert re.search("Object(Lost|Fetch|Reconstruct)|OwnerDied", run.text), "it failed of something else"
+    assert run.metrics[-1]["ledger/failed"] == 0
+    ordinals = sorted(end["ordinal"] for end in run.ledger)
+    assert len(ordinals) == len(set(ordinals))
+    assert run.metrics[-1]["ledger/trained"] == 2 * run.metrics[-1]["step"]
+
+
+def are_idle(actors: list[psutil.Process]) -> bool:
+    """Whether they compute next to nothing for a second."""
+    before = sum(map(computed_s, actors))
+    for process in actors:
+        process.cpu_percent(interval=0.5)
+    return sum(map(computed_s, actors)) - before < 0.1

@@ -26,13 +26,16 @@ sys.stdin.read()
 
 
 @contextmanager
-def process(file: Path, *addresses: str, **environment: str) -> Iterator[tuple[int, list[int]]]:
+def process(
+    file: Path, *addresses: str, title: str = sys.executable, **environment: str
+) -> Iterator[tuple[int, list[int]]]:
     """One that listens on these addresses until the block is left: its pid and its ports."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(CODE)
     clean = {key: value for key, value in os.environ.items() if key not in (MARK, "RAY_AUTH_MODE")}
     child = subprocess.Popen(
-        [sys.executable, str(file), *addresses],
+        [title, str(file), *addresses],
+        executable=sys.executable,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -82,6 +85,13 @@ def test_rays_are_guarded_where_authentication_is_on(tmp_path: Path, mode: str, 
         (finding,) = (f for f in listening() if f"port {ports[0]}:" in f.found)
         assert finding.status == ("ok" if guard else "warn")
         assert bool(finding.remedy) is (guard is None)
+
+
+def test_rays_agents_are_guarded_on_any_address_and_its_workers_on_all_of_them_alone(tmp_path: Path) -> None:
+    for title, guard in (("ray::RuntimeEnvAgent", "Ray's token"), ("ray::LearnerActor", None)):
+        with process(tmp_path / "a.py", "127.0.0.1", title=title, RAY_AUTH_MODE="token") as (pid, _):
+            (found,) = of(pid)
+            assert found.guard == guard
 
 
 def test_strangers_are_none_of_its_business(tmp_path: Path) -> None:
