@@ -5,7 +5,8 @@ Invariants:
   its tokens is older than its first start, so that its expiry bounds the lag of old and new ones alike.
 - Where nothing is left of it, it starts from nothing, and from the version of now.
 - The last of ``rollout.max_attempts`` runs with no other group beside it: what dies of it then is its doing.
-- A prompt of which they died is not handed to a generator again, in no later epoch either.
+- A prompt of which one died with no other beside it is not handed to a generator again, in no later epoch
+  either.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Attempts:
     async def run(self, running: Running, start_version: int) -> tuple[GroupMeta, Any] | None:
         """The group, and a handle to its payload; None where no generator is left: the run ends.
 
-        Raises PoisonedGroupError once as many replicas died of it as may, and from then on at once.
+        Raises PoisonedGroupError once as many replicas died of it as may; of one that is known, at once.
         """
         settings, task = self._settings, running.task
         if task.uid in self._poisoned:
@@ -107,8 +108,10 @@ class Attempts:
                 deaths.append(str(error))
                 log.warning("try %d of %s failed: %s", running.attempt, task.uid, error)
                 if len(deaths) >= settings.max_attempts:
-                    self._poisoned[task.uid] = _poisoned(task.uid, deaths)
-                    raise PoisonedGroupError(self._poisoned[task.uid]) from error
+                    why = _given_up(task.uid, deaths, alone=alone)
+                    if alone:  # else it may be at no fault at all
+                        self._poisoned[task.uid] = why
+                    raise PoisonedGroupError(why) from error
                 salvage = error.salvage
             except NoGeneratorError:
                 return None
@@ -117,8 +120,9 @@ class Attempts:
                 start_version = self._reissue(task.ordinal)
 
 
-def _poisoned(uid: str, deaths: Sequence[str]) -> str:
+def _given_up(uid: str, deaths: Sequence[str], *, alone: bool) -> str:
+    beside = "the last time with no other group beside it" if alone else "with others beside it"
     return (
         f"{uid} was on {len(deaths)} replicas when they died (rollout.max_attempts = "
-        f"{len(deaths)}), the last time with no other group beside it: {deaths[-1]}"
+        f"{len(deaths)}), {beside}: {deaths[-1]}"
     )

@@ -307,9 +307,11 @@ class Controller:
         if lines:
             self._times.add_to(lines[-1])
         # Not before: a run that is stopped during the evaluation has it when it is started again.
+        known = {int(record["policy_version"]) for record in lines if "eval/reward_mean" in record}
         for record in lines:
             of = int(record["policy_version"])
-            if "eval/reward_mean" not in record and self._pushes.is_evaluated(of):
+            if of not in known and self._pushes.is_evaluated(of):
+                known.add(of)
                 log.warning("version %d stays without an evaluation: the run was ended in it", of)
             self._lines.add(record)
         return result if resumed is None or (result and not version) else resumed.first_evaluation

@@ -152,8 +152,8 @@ def page(document: dict[str, Any]) -> str:
         "prompts and answers of its synchronous run are.",
         "",
         "The last two columns are simulated with the costs of the target's own two runs: what is off there",
-        "is the simulation itself, all else what this machine's speed, which changes within minutes, did",
-        "between calibration and target.",
+        "is the simulation itself, all else the costs: those of another config, on a machine whose speed",
+        "changes within minutes.",
         "",
         f"Machine: {machine['processor']}, {machine['cores']} cores. {document['steps']} steps, "
         f"{len(rounds)} rounds; medians, each round's own value behind them.",

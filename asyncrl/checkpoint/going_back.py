@@ -28,7 +28,8 @@ def named_checkpoint(config: Config) -> Path | None:
 
 def is_own(config: Config, checkpoint: Path) -> bool:
     """Whether ``checkpoint`` lies in the run's own folder."""
-    return checkpoint.resolve().parent == (config.run.folder / "checkpoints").resolve()
+    # Its place, not what it may be a link to.
+    return checkpoint.parent.resolve() == (config.run.folder / "checkpoints").resolve()
 
 
 def went_back(config: Config, checkpoint: Path) -> bool:
@@ -39,16 +40,21 @@ def went_back(config: Config, checkpoint: Path) -> bool:
         return False
 
 
+def forget_others(config: Config) -> None:
+    """Remove the note of a start with any other ``checkpoint.resume``; before anything is rolled back."""
+    checkpoint = named_checkpoint(config)
+    if checkpoint is None or not went_back(config, checkpoint):
+        (config.run.folder / NOTE).unlink(missing_ok=True)
+
+
 def note_start(config: Config) -> None:
-    """Note what ``checkpoint.resume`` names, if it names a checkpoint."""
-    checkpoint, path = named_checkpoint(config), config.run.folder / NOTE
-    if checkpoint is None:
-        path.unlink(missing_ok=True)
-    elif not went_back(config, checkpoint):
-        replace_file(path, _note(config, checkpoint))
+    """Note what ``checkpoint.resume`` names, if it names a checkpoint; once all is rolled back."""
+    checkpoint = named_checkpoint(config)
+    if checkpoint is not None and not went_back(config, checkpoint):
+        replace_file(config.run.folder / NOTE, _note(config, checkpoint))
 
 
 def _note(config: Config, checkpoint: Path) -> bytes:
     # Its own by their name: a run's folder may be moved.
-    place = checkpoint.name if is_own(config, checkpoint) else str(checkpoint.resolve())
+    place = checkpoint.resolve().name if is_own(config, checkpoint) else str(checkpoint.resolve())
     return (json.dumps({"checkpoint": place}) + "\n").encode()

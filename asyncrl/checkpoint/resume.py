@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from asyncrl.checkpoint.compatibility import Change, Origin, changes, is_sampled_anew, require_compatible
-from asyncrl.checkpoint.going_back import NOTE, is_own, named_checkpoint, note_start, went_back
+from asyncrl.checkpoint.going_back import NOTE, forget_others, is_own, named_checkpoint, note_start, went_back
 from asyncrl.checkpoint.groups import READY, read_ready
 from asyncrl.checkpoint.manifest import MANIFEST, verify
 from asyncrl.checkpoint.rollback import Line, roll_back, roll_back_rollouts
@@ -114,12 +114,13 @@ def prepare(config: Config, origin: Origin) -> Resumed | None:
     store.clear_parts()
     found = _chosen(config, store)
     if found is None:
-        note_start(config)
+        forget_others(config)
         return None
     changed = changes(found.config, config)
     require_compatible(found.folder, found.state, changed, config, origin)
     for change in changed:
         log.info("%s was %s and is %s from here on", change.key, change.before, change.after)
+    forget_others(config)
     resumed = _rolled_back(found, config, store, changed, elsewhere=not is_own(config, found.folder))
     note_start(config)
     return resumed
@@ -133,11 +134,14 @@ def _chosen(config: Config, store: CheckpointStore) -> Checkpoint | None:
     if went_back(config, named):
         newest = newest_checkpoint(store)
         if newest is not None:
+            again = f"; to go back there again, delete {config.run.folder / NOTE}"
             log.info(
-                "this run went back to %s before: it goes on from step %d; to go back there again, delete %s",
+                "this run went on from %s before: it goes on from step %d%s",
                 named,
                 newest.state.step,
-                config.run.folder / NOTE,
+                f"; to go back there again, delete {config.run.folder / NOTE}"
+                if is_own(config, named)
+                else "",
             )
             return newest
     return read_checkpoint(named)
@@ -209,13 +213,15 @@ def _rolled_back(
         state = replace(state, inherited=sum(state.frontier.final_counts.values()))
     _require_whole_ledger(state, ends, folder / "ledger.jsonl")
     roll_back_rollouts(folder / "rollouts", after=state.step)
-    if config.checkpoint.keep_best and store.best() is None:
+    if config.checkpoint.keep_best:
         _find_best(store, kept)
     ready = found.ready
     if ready and is_sampled_anew(changed):
         log.info("%d ready groups were sampled under another config: they are issued again", len(ready))
         ready = ()
-    if state.poisoned and (is_sampled_anew(changed) or any(c.key.startswith("generators.") for c in changed)):
+    if state.poisoned and (
+        is_sampled_anew(changed) or any(c.key.startswith(("generators.", "placement.")) for c in changed)
+    ):
         log.info("%d prompts that killed generators are tried again: the config changed", len(state.poisoned))
         state = replace(state, poisoned={})
     if any(change.key.startswith("algorithm.kl") for change in changed):
@@ -270,7 +276,7 @@ def _require_whole_ledger(state: RunState, ends: list[Line], path: Path) -> None
 
 
 def _find_best(store: CheckpointStore, lines: Sequence[Line]) -> None:
-    """Have the best evaluation again, where what was the best one so far was rolled back."""
+    """Have the best evaluation again: the best one so far was rolled back, or not noted before a crash."""
     evaluated = [
         Best(line["step"], line["eval/reward_mean"])
         for line in lines
@@ -279,8 +285,9 @@ def _find_best(store: CheckpointStore, lines: Sequence[Line]) -> None:
         if line.get("eval/policy_version") == line.get("policy_version")
     ]
     held = [best for best in evaluated if store.holding(best.step) is not None]
-    if held:
-        store.set_best(max(held, key=lambda best: best.reward_mean))
+    found, before = max(held, key=lambda best: best.reward_mean, default=None), store.best()
+    if found is not None and (before is None or found.reward_mean > before.reward_mean):
+        store.set_best(found)
 
 
 def _evaluation(lines: list[Line]) -> Metrics | None:

@@ -56,6 +56,14 @@ async def test_it_costs_generators_their_lives_in_one_epoch_alone() -> None:
     assert len(source.asked) == 4
 
 
+async def test_one_that_was_never_alone_is_not_held_to_be_at_fault() -> None:
+    source, poisoned = Deadly(), dict[str, str]()
+    config = parse_config(BASE, ["rollout.max_attempts=1"])
+    made = Attempts(config, source, reissue=lambda _: 0, greedy_baseline=False, poisoned=poisoned)
+    assert "with others beside it" in await give_up(made, 3, "train-3")
+    assert not poisoned
+
+
 def failed(config: Any) -> Mapping[int, str]:
     return {e["ordinal"]: e["reason"] for e in lines(config, "ledger.jsonl") if e["state"] == "failed"}
 

@@ -115,6 +115,44 @@ def test_a_run_moved_to_another_place_is_not_sent_back(tmp_path: Path) -> None:
     assert leg(moved).learner.batches[0].version == 6
 
 
+def test_a_checkpoint_that_is_a_link_is_still_the_runs_own(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.steps=5", KEEP_ALL)
+    leg(config, stop_at_step=3)
+    store = CheckpointStore(config.run.folder / "checkpoints")
+    newest = store.path(store.steps()[-1])
+    newest.rename(tmp_path / newest.name)
+    newest.symlink_to(tmp_path / newest.name)
+    resumed = prepare(config, OF)
+    assert resumed is not None
+    assert not resumed.elsewhere
+    leg(config)
+    assert_one_history(config)
+
+
+def test_going_back_that_is_cut_short_is_forgotten_by_no_later_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_in(tmp_path, "run.steps=5", KEEP_ALL)
+    leg(config)
+    store = CheckpointStore(config.run.folder / "checkpoints")
+    to_two, to_three = (
+        config_in(tmp_path, "run.steps=5", KEEP_ALL, f"checkpoint.resume={store.path(step)}")
+        for step in (2, 3)
+    )
+    leg(to_two)
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncrl.checkpoint.resume.note_start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(to_three, OF)
+    resumed = prepare(to_two, OF)
+    assert resumed is not None
+    assert resumed.state.step == 2
+
+
+def interrupted(_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_restart_of_its_own_begins_neither_anew_nor_back(tmp_path: Path) -> None:
     never = config_in(tmp_path, "checkpoint.resume=never")
     assert from_own(never).checkpoint.resume == "auto"

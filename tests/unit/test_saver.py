@@ -97,7 +97,7 @@ async def test_weights_in_question_outlast_a_tidying_that_began_before_they_were
         await saver.take(tasks, lambda: captured(1), kind="weights", evaluation=evaluation(tasks, first))
         await saver.written()
         first.set_result({"eval/reward_mean": 0.25, "eval/policy_version": 1.0})
-        await asyncio.to_thread(store.holding_up.wait)
+        await asyncio.to_thread(store.holding_up.wait, 30)
         learner.version = 2
         await saver.take(tasks, lambda: captured(2), kind="weights", evaluation=evaluation(tasks, second))
         await saver.written()
