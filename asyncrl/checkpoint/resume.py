@@ -139,9 +139,7 @@ def _chosen(config: Config, store: CheckpointStore) -> Checkpoint | None:
                 "this run went on from %s before: it goes on from step %d%s",
                 named,
                 newest.state.step,
-                f"; to go back there again, delete {config.run.folder / NOTE}"
-                if is_own(config, named)
-                else "",
+                again if is_own(config, named) else "",
             )
             return newest
     return read_checkpoint(named)
