@@ -6,13 +6,14 @@ import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl.checkpoint.compatibility import Origin
 from asyncrl.checkpoint.resume import Resumed, prepare
 from asyncrl.checkpoint.saver import Saver
+from asyncrl.checkpoint.state import RunState
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config import Config
 from asyncrl.config_load import dump_config, parse_config
@@ -23,6 +24,7 @@ from asyncrl.generators.local import LocalReplica
 from asyncrl.generators.pool import GeneratorPool
 from asyncrl.generators.scripted import ScriptedGenerator
 from asyncrl.learners.scripted import ScriptedLearner
+from asyncrl.ledger import Frontier
 from asyncrl.rollout import RolloutHost
 from asyncrl.run_folder import RunFolder
 from asyncrl.simulate.clock import run_virtual
@@ -40,6 +42,26 @@ def best_at_six(task: Task, result: RolloutResult) -> float:
     if task.uid.startswith("eval"):
         return -abs(float(result.versions[0]) - 6.0)
     return sample_reward(task, result)
+
+
+def state_at(step: int, **changes: Any) -> RunState:
+    """Of a run that has just begun, but for what ``changes``."""
+    begun = RunState(
+        step=step,
+        version=step,
+        frontier=Frontier(0, (), {}),
+        kl_coefficient=None,
+        moments={},
+        lengths={},
+        bad_steps=0,
+        unusable={},
+        elapsed_s=1.0,
+        seed=0,
+        data="data",
+        models={},
+        learner=True,
+    )
+    return replace(begun, **changes)
 
 
 class Killed(BaseException):

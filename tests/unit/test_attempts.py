@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.attempts import Attempts, PoisonedGroupError
 from asyncrl.checkpoint.resume import prepare
+from asyncrl.config import Config
 from asyncrl.config_load import parse_config
 from asyncrl.errors import LostGroupError
 from asyncrl.outstanding import Running
@@ -64,7 +65,7 @@ async def test_one_that_was_never_alone_is_not_held_to_be_at_fault() -> None:
     assert not poisoned
 
 
-def failed(config: Any) -> Mapping[int, str]:
+def failed(config: Config) -> Mapping[int, str]:
     return {e["ordinal"]: e["reason"] for e in lines(config, "ledger.jsonl") if e["state"] == "failed"}
 
 

@@ -13,30 +13,16 @@ from safetensors.torch import save_file
 from asyncrl.checkpoint.compatibility import Origin, changes, is_sampled_anew, require_compatible
 from asyncrl.checkpoint.state import RunState
 from asyncrl.errors import ConfigError
-from asyncrl.ledger import Frontier
 from asyncrl.model_files import model_fingerprints
 
 from .controller_harness import config
+from .resume_harness import state_at
 
 KL = "algorithm.kl=loss"
 MOVING = (KL, "reference.refresh_every=2")
 GAE = "algorithm.advantage=gae"
 OF = Origin("data", {"model.path": "a"})
-STATE = RunState(
-    step=4,
-    version=4,
-    frontier=Frontier(0, (), {}),
-    kl_coefficient=None,
-    moments={},
-    lengths={},
-    bad_steps=0,
-    unusable={},
-    elapsed_s=1.0,
-    seed=0,
-    data="data",
-    models={"model.path": "a"},
-    learner=True,
-)
+STATE = state_at(4, models={"model.path": "a"})
 
 
 def go_on(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from asyncrl.checkpoint.files import write_file
 from asyncrl.checkpoint.groups import READY
-from asyncrl.checkpoint.state import CONFIG, LEARNER, STATE, RunState
+from asyncrl.checkpoint.state import CONFIG, LEARNER, STATE
 from asyncrl.checkpoint.store import Best, CheckpointStore
 from asyncrl.config import Config, LoraSection
 from asyncrl.config_load import dump_config, parse_config
@@ -23,26 +23,12 @@ from asyncrl.errors import CheckpointError
 from asyncrl.export import config_of, export, find_checkpoint
 from asyncrl.learners.lora import LoraAdapter
 from asyncrl.learners.state_files import Part, write_state
-from asyncrl.ledger import Frontier
 
 from .controller_harness import BASE
+from .resume_harness import state_at
 from .tiny_models import VOCAB, tiny_llama
 
-STATE_OF_STEP = RunState(
-    step=1,
-    version=1,
-    frontier=Frontier(0, (), {}),
-    kl_coefficient=0.0,
-    moments={},
-    lengths={},
-    bad_steps=0,
-    unusable={},
-    elapsed_s=1.0,
-    seed=0,
-    data="",
-    models={},
-    learner=True,
-)
+STATE_OF_STEP = state_at(1, kl_coefficient=0.0, data="")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from asyncrl.checkpoint.going_back import NOTE
 from asyncrl.checkpoint.resume import prepare
 from asyncrl.checkpoint.store import Best, CheckpointStore
+from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.run import from_own
 
@@ -53,32 +54,36 @@ def test_another_branch_goes_on_before_it_has_a_checkpoint_of_its_own(tmp_path: 
     leg(first)
     path = first.run.folder / "checkpoints" / "step_2"
     branch = config_in(tmp_path / "branch", "run.steps=4", KEEP_ALL, f"checkpoint.resume={path}")
-    prepare_only = branch.run.folder
-    prepare_only.mkdir(parents=True)
+    branch.run.folder.mkdir(parents=True)
     resumed = prepare(branch, OF)
     assert resumed is not None
     assert resumed.elsewhere
-    (prepare_only / "metrics.jsonl").write_text('{"step": 2, "policy_version": 2}\n{"step": 3')  # cut off
+    (branch.run.folder / "metrics.jsonl").write_text(
+        '{"step": 2, "policy_version": 2}\n{"step": 3'
+    )  # cut off
     final = leg(branch)
     assert final.resumed is not None
     assert final.resumed.elsewhere
     assert [line["step"] for line in lines(branch, "metrics.jsonl")] == [2, 3, 4]
 
 
+def back_to(store: CheckpointStore, step: int) -> Config:
+    """A start of five steps that goes back."""
+    resume = f"checkpoint.resume={store.path(step)}"
+    return config_in(store.folder.parent.parent, "run.steps=5", KEEP_ALL, resume)
+
+
 def test_who_wants_to_go_back_again_can(tmp_path: Path) -> None:
     config = config_in(tmp_path, "run.steps=5", KEEP_ALL)
     leg(config)
     store = CheckpointStore(config.run.folder / "checkpoints")
-    to_two, to_three = (
-        config_in(tmp_path, "run.steps=5", KEEP_ALL, f"checkpoint.resume={store.path(step)}")
-        for step in (2, 3)
-    )
+    to_two, to_three = (back_to(store, step) for step in (2, 3))
     starts = []
     for start in (to_two, to_two, to_three, to_two, config, to_two):
         resumed = prepare(start, OF)
         assert resumed is not None
         starts.append(resumed.state.step)
-        leg(config_in(tmp_path, "run.steps=5", KEEP_ALL) if start is config else start)
+        leg(start)
     assert starts == [2, 5, 3, 2, 5, 2]
     (config.run.folder / NOTE).unlink()
     resumed = prepare(to_two, OF)
@@ -135,10 +140,7 @@ def test_going_back_that_is_cut_short_is_forgotten_by_no_later_start(
     config = config_in(tmp_path, "run.steps=5", KEEP_ALL)
     leg(config)
     store = CheckpointStore(config.run.folder / "checkpoints")
-    to_two, to_three = (
-        config_in(tmp_path, "run.steps=5", KEEP_ALL, f"checkpoint.resume={store.path(step)}")
-        for step in (2, 3)
-    )
+    to_two, to_three = (back_to(store, step) for step in (2, 3))
     leg(to_two)
     with monkeypatch.context() as patch:
         patch.setattr("asyncrl.checkpoint.resume.note_start", interrupted)

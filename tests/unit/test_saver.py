@@ -10,34 +10,15 @@ from typing import Any
 
 import pytest
 
-from asyncrl.checkpoint.compatibility import Origin
 from asyncrl.checkpoint.saver import Issued, Saver
 from asyncrl.checkpoint.state import RunState
 from asyncrl.checkpoint.store import Best, CheckpointStore
 from asyncrl.config_load import parse_config
 from asyncrl.learners.scripted import ScriptedLearner
-from asyncrl.ledger import Frontier
 from asyncrl.types import Metrics
 
 from .controller_harness import BASE
-
-
-def state(step: int) -> RunState:
-    return RunState(
-        step=step,
-        version=step,
-        frontier=Frontier(0, (), {}),
-        kl_coefficient=None,
-        moments={},
-        lengths={},
-        bad_steps=0,
-        unusable={},
-        elapsed_s=0.0,
-        seed=0,
-        data="data",
-        models={},
-        learner=True,
-    )
+from .resume_harness import OF, state_at
 
 
 class SlowToPrune(CheckpointStore):
@@ -68,22 +49,26 @@ async def nothing() -> None:
     return None
 
 
-async def test_weights_in_question_outlast_a_tidying_that_began_before_they_were(tmp_path: Path) -> None:
-    store = SlowToPrune(tmp_path / "checkpoints", held=2)  # the first is that of taking the weights of step 1
-    learner = ScriptedLearner(max_staleness=1)
-    await learner.start()
-    saver = Saver(
-        parse_config(BASE, ["checkpoint.every=0"]).checkpoint,
+def saver_of(setting: str, store: CheckpointStore, learner: ScriptedLearner) -> Saver:
+    return Saver(
+        parse_config(BASE, [setting]).checkpoint,
         store,
         learner,
         resolve=list,
         lines_on_disk=nothing,
         config_text="{}",
-        of=Origin("data", {}),
+        of=OF,
     )
 
+
+async def test_weights_in_question_outlast_a_tidying_that_began_before_they_were(tmp_path: Path) -> None:
+    store = SlowToPrune(tmp_path / "checkpoints", held=2)  # the first is that of taking the weights of step 1
+    learner = ScriptedLearner(max_staleness=1)
+    await learner.start()
+    saver = saver_of("checkpoint.every=0", store, learner)
+
     def captured(step: int) -> tuple[RunState, list[Issued]]:
-        return state(step), []
+        return state_at(step), []
 
     def evaluation(tasks: asyncio.TaskGroup, known: asyncio.Future[Metrics]) -> asyncio.Task[Metrics]:
         async def wait() -> Metrics:
@@ -118,15 +103,7 @@ async def test_an_export_that_was_cut_short_is_made_again(tmp_path: Path, cut_sh
     folder = store.seal(part, 3, 3, [])
     if cut_short:
         (folder / "hf").mkdir()
-    saver = Saver(
-        parse_config(BASE, ["checkpoint.hf=last"]).checkpoint,
-        store,
-        learner,
-        resolve=list,
-        lines_on_disk=nothing,
-        config_text="{}",
-        of=Origin("data", {}),
-    )
+    saver = saver_of("checkpoint.hf=last", store, learner)
     for _ in range(2):
         await saver.export(3)
         assert (folder / "hf" / "version").read_text() == "3"
