@@ -363,7 +363,7 @@ def page(report: dict[str, Any], config: str) -> str:
         [
             "# Random faults on a real run",
             "",
-            f"`python benchmarks/chaos.py --minutes {report['minutes']:g} --seed {report['seed']}`, over",
+            f"`python benchmarks/chaos.py {report['asked']}`, over",
             f"`configs/{config}`, {machine['processor']}, {machine['cores']} cores.",
             "",
             f"{len(report['faults'])} faults, {report['lives']} starts, {report['steps']} steps, "
@@ -407,6 +407,7 @@ def main() -> None:
             "machine": describe_machine(),
             "minutes": asked.minutes,
             "seed": asked.seed,
+            "asked": "--each" if asked.each else f"--minutes {asked.minutes:g} --seed {asked.seed}",
             "lives": run.lives,
         }
         report |= verify(run, asked.config, asked.overrides)
